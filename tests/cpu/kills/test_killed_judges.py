@@ -49,14 +49,15 @@ class Judge:
 
 
 def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
-    """Killed behind a save and in one. Then other data, keys and another model are refused, each in one message."""
+    """Killed behind a save and in one, with dynamic sampling ahead. Then other data, other keys and another model are
+    refused, each in one message."""
     size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, str(tmp_path / "model"))
     judge = Judge()
     with serving(judge) as server:
         base = (f"model.path={tmp_path}/model", "reward.name=[remote,tests.support.hashed_reward:hashed]",
                 "reward.weights=[1,0.5]", f"reward.url={server.url}/score", "algorithm.kl_coef=0.01",
-                "reward.max_error_rate=1")  # fmt: skip
+                "reward.max_error_rate=1", "algorithm.dynamic_sampling=true", "rollout.ahead=1")  # fmt: skip
         judge.run_dir = tmp_path / "whole"
         assert run_until(tmp_path / "whole.log", f"trainer.run_dir={judge.run_dir}", *base)
         rows = metrics(judge.run_dir)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, run_until
+from tests.support.killed_jobs import run_until
 from tests.support.preferences import TASK
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.reports.compare import compare_runs
@@ -20,7 +20,11 @@ from trainer.reports.report import write_report
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 
+STEPS = 4
 WEIGHTS = f"exports/global_step_{STEPS}/policy/model.safetensors"
+
+
+SHORT = (f"trainer.total_steps={STEPS}", f"trainer.hf_save_interval={STEPS}", "trainer.val_interval=-1")
 
 
 def build(path: Path, seed: int = 0) -> None:
@@ -28,10 +32,10 @@ def build(path: Path, seed: int = 0) -> None:
     build_tiny(TinyShape(**size, num_kv_heads=1, seed=seed), str(path))
 
 
-def kill_at_step_4(run: Path, *overrides: str) -> None:
-    """Start a job in the directory `run`, and kill it when step 4 is logged and step 2 is saved."""
+def kill_at_step_3(run: Path, *overrides: str) -> None:
+    """Start a job in the directory `run`, and kill it when step 3 is logged and step 2 is saved."""
     reached, saved = run.with_name("reached"), run / "checkpoints/global_step_2"
-    env = {"TRAINER_FAILPOINT": f"logged,4,{reached}"}
+    env = {"TRAINER_FAILPOINT": f"logged,3,{reached}"}
     log = run.with_suffix(".log")
     assert not run_until(log, *overrides, env=env, kill_when=lambda _: reached.exists() and saved.exists())
 
@@ -50,7 +54,7 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     pairs = [{"prompt": f"{i}?", "chosen": f"{i * 7}!", "rejected": "no" * (i % 3 + 1)} for i in range(10)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     base = ("trainer.task=tests.support.preferences:TWO", f"model.path={tmp_path}/model", "trainer.num_workers=2",
-            "data=files", f"data.train_files=[{tmp_path}/pairs.jsonl]", "trainer.val_interval=-1",
+            "data=files", f"data.train_files=[{tmp_path}/pairs.jsonl]", *SHORT,
             "trainer.mini_batch_size=4")  # fmt: skip
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     rows = metrics(tmp_path / "whole")
@@ -61,11 +65,11 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     assert first["second/loss"] == first["policy/loss"] and last["second/loss"] > last["policy/loss"], "it is slower"
 
     killed = (f"trainer.run_dir={tmp_path}/killed", *base)
-    kill_at_step_4(tmp_path / "killed", *killed)
+    kill_at_step_3(tmp_path / "killed", *killed)
     described = "\n".join(diagnose(str(tmp_path / "killed")))
     assert f"of {STEPS} is logged" in described and "trainer.task=" not in described
     assert run_until(tmp_path / "killed.log", *killed)
-    assert "resume verified: 2 replayed steps identical" in (tmp_path / "killed.log").read_text()
+    assert "resume verified: 1 replayed step" in (tmp_path / "killed.log").read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
     compare_runs([str(tmp_path / "killed"), str(tmp_path / "whole")], None, as_json=True)
@@ -79,13 +83,13 @@ def test_a_loss_that_reads_a_teacher_ends_as_if_never_killed(tmp_path):
     build(tmp_path / "model")
     build(tmp_path / "teacher", seed=1)
     base = ("trainer.task=tests.support.distillation:TASK", f"model.path={tmp_path}/model",
-            "algorithm.policy_loss=tests.support.distillation:distilled", "trainer.val_interval=-1")  # fmt: skip
+            "algorithm.policy_loss=tests.support.distillation:distilled", *SHORT)  # fmt: skip
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     distances = [row["policy/teacher_distance"] for row in metrics(tmp_path / "whole")]
     assert distances[0] > distances[-1] > 0
 
     log, killed = tmp_path / "killed.log", (f"trainer.run_dir={tmp_path}/killed", *base)
-    kill_at_step_4(tmp_path / "killed", *killed)
+    kill_at_step_3(tmp_path / "killed", *killed)
     weights = tmp_path / "teacher/model.safetensors"
     weights.rename(tmp_path / "kept")
     shutil.copy(tmp_path / "model/model.safetensors", weights)
@@ -94,5 +98,5 @@ def test_a_loss_that_reads_a_teacher_ends_as_if_never_killed(tmp_path):
     assert advice == "trainer.allow_config_change=[teacher]"
     (tmp_path / "kept").replace(weights)
     assert run_until(log, *killed, advice)
-    assert "resume verified: 2 replayed steps identical" in log.read_text()
+    assert "resume verified: 1 replayed step" in log.read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import shutil
 import time
 from pathlib import Path
@@ -12,74 +10,62 @@ import pytest
 
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.forks import fork_server
-from tests.support.jobs import environment
+from tests.support.jobs import comparable, environment, metrics
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.store import open_store
+from trainer.config import Config
 from trainer.process import time_limits
 
 pytestmark = pytest.mark.slow
 
-_STRAIGHT = ["begin", "parts_written", "manifest_written", "published", "hinted", "deleting"]
-_names = itertools.count()
+STEPS = 7
+PHASES = [("begin", 3), ("parts_written", 1), ("manifest_written", 1), ("published", 1), ("hinted", 1), ("deleting", 1)]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run, and its initial weights."""
-    model = tmp_path_factory.mktemp("start")
-    run = tmp_path_factory.mktemp("whole")
-    return toy_run(toy_config(run), model).learner.ranks.number, rows(run), model
-
-
-@pytest.mark.parametrize(
-    ("failpoint", "tiers"),
-    [(f"save:{name}", False) for name in _STRAIGHT] + [("upload:published", True)],
-)
-def test_a_killed_run_continues_on_another_machine_as_if_uninterrupted(
-    s3_url, whole, tmp_path, monkeypatch, failpoint, tiers
-):
-    number, expected, model = whole
+def test_a_run_killed_in_every_phase_of_a_save_continues_on_other_machines(s3_url, tmp_path, monkeypatch):
+    """Each start is on a machine of its own: the one before has left nothing but what is in the store."""
+    whole = toy_run(config(tmp_path / "whole"), tmp_path)
     use_s3(monkeypatch, s3_url)
-    root = make_bucket(f"killed-{next(_names)}") + "/run"
-    stopped, local = tmp_path / "stopped", str(tmp_path / "disk") if tiers else ""
-    nth = {"save:deleting": 1, "upload:published": 2}.get(failpoint, 3)  # uploads may skip steps, but not the last one
-    kill_at(failpoint, nth, stopped, tmp_path / "first", root, local, model)
-    steps = open_store(root).steps()
-    for step in steps:
-        manifests.verify(open_store(root).path(step), "hash")  # the older or the newer state, and both whole
-    assert steps, "something was committed before"
-    shutil.rmtree(tmp_path / "first")
-    if tiers:
-        shutil.rmtree(local)
-    second = tmp_path / "second"
+    root = make_bucket("killed") + "/run"
+    for number, (phase, nth) in enumerate(PHASES):
+        machine = tmp_path / f"machine{number}"
+        kill_at(f"save:{phase},{nth},{tmp_path}/{phase}", tmp_path / phase, machine, root, tmp_path)
+        steps = open_store(root).steps()
+        assert steps, "something was committed before"
+        for step in steps:
+            manifests.verify(open_store(root).path(step), "hash")  # the older or the newer state, and both whole
+        shutil.rmtree(machine)
     monkeypatch.setattr(time_limits, "LOCK_LEASE_S", 1.0)
-    continued = toy_run(toy_config(second, ckpt_path=root, max_ckpts_to_keep=2), model)
-    assert continued.learner.ranks.number == number
-    assert rows(second) == expected
+    continued = toy_run(config(tmp_path / "last", root), tmp_path)
+    assert continued.learner.ranks.number == whole.learner.ranks.number
+    assert comparable(metrics(tmp_path / "last")) == comparable(metrics(tmp_path / "whole"))
     assert open_store(root).orphans() == {}
 
 
-def kill_at(failpoint: str, nth: int, stopped: Path, run: Path, root: str, local: str, model: Path) -> None:
-    environ = {**environment(), "TRAINER_FAILPOINT": f"{failpoint},{nth},{stopped}"}
-    log = stopped.parent / "log"
+def config(run: Path, root: str = "") -> Config:
+    stored = {"ckpt_path": root, "max_ckpts_to_keep": 2} if root else {}
+    return toy_config(run, total_steps=STEPS, **stored)
+
+
+def kill_at(failpoint: str, reached: Path, run: Path, root: str, model: Path) -> None:
+    environ = {**environment(), "TRAINER_FAILPOINT": failpoint, "TRAINER_TIME_LIMITS": "LOCK_LEASE_S=1"}
+    log = model / "log"
     with log.open("w") as output:
-        arguments = (str(run), root, local, str(model))
         job = fork_server().start(
-            "tests.cpu.kills.test_killed_uploads:job", *arguments, cwd=log.parent, env=environ, stdout=output
+            "tests.cpu.kills.test_killed_uploads:job",
+            *(str(run), root, str(model)),
+            cwd=model,
+            env=environ,
+            stdout=output,
         )
-    while not stopped.exists():
+    while not reached.exists():
         assert job.poll() is None, log.read_text()
         time.sleep(0.02)
     job.kill_group()
     job.wait()
 
 
-def job(run: str, ckpt: str, local: str, model: str) -> None:
-    tiers = {"ckpt_cache_dir": local} if local else {}
-    toy_run(toy_config(Path(run), ckpt_path=ckpt, max_ckpts_to_keep=2, **tiers), Path(model))
-
-
-def rows(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))} for line in lines]
+def job(run: str, root: str, model: str) -> None:
+    time_limits.read_environment()
+    toy_run(config(Path(run), root), Path(model))

@@ -7,6 +7,7 @@ final weights must be those of an uninterrupted run.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,14 @@ def model(tmp_path_factory) -> str:
 AHEAD = ("trainer.num_workers=2", "rollout.ahead=1")
 TURNS = ("environment.name=tests.support.environments:Hashed", "environment.max_turns=3",
          "environment.max_tokens=72", "rollout.max_prompt_tokens=64")  # fmt: skip
-EVERYTHING = (*AHEAD, *TURNS, "algorithm=ppo", "algorithm.kl_coef=0.01")
-"""PPO: policy, critic and reference on two ranks, with rollouts ahead and episodes of several turns."""
+REMEMBERED = ("algorithm.kl_coef=0.01", "+algorithm.options.kl_target=0.05", "+algorithm.options.kl_horizon=64",
+              "algorithm.ref_sync_interval=2", "algorithm.rollout_correction=tis",
+              "data.curriculum=tests.support.curriculum:hardest_first")  # fmt: skip
+EVERYTHING = (*AHEAD, *TURNS, "algorithm=ppo", *REMEMBERED)
+"""PPO: policy, critic and reference on two ranks, with rollouts ahead and episodes of several turns.
+
+A coefficient, a reference and a curriculum remember earlier steps.
+"""
 
 
 def with_uploads(directory: Path, model: str) -> Job:
@@ -78,8 +85,8 @@ def store() -> Iterator[None]:
 PHASES = [
     ("ahead:begun", 1),
     ("ahead:generated", 1),
-    ("sampled", 2),
-    ("scored", 2),
+    ("sampled", 1),
+    ("scored", 1),
     ("updating", 3),
     ("save:begin", 1),
     ("save:staging", 2),
@@ -97,14 +104,19 @@ PHASES = [
 
 
 def test_a_job_killed_in_every_phase_ends_like_an_uninterrupted_one(model, tmp_path):
+    """Behind its upload it loses its machine: it continues from the object store alone."""
     uninterrupted, job = with_uploads(tmp_path / "uninterrupted", model), with_uploads(tmp_path / "job", model)
     assert uninterrupted.run()
     for number, (place, nth) in enumerate(PHASES):
         reached = tmp_path / f"reached {number}"
         env = {"TRAINER_FAILPOINT": f"{place},{nth},{reached}"}
         assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists()), place
+        if place == "upload:published":
+            shutil.rmtree(job.directory / "run")
+            shutil.rmtree(job.directory / "disk")
     assert job.run()
     assert job.outcome() == uninterrupted.outcome()
+    assert "resumed from s3://" in (job.directory / "log").read_text()
     left = [
         path.name for path in (tmp_path / "job/disk").iterdir() if path.name.startswith((".writing-", ".deleting-"))
     ]
@@ -133,26 +145,25 @@ def test_a_job_in_flight_killed_in_every_phase_trains_every_prompt_once(model, t
     assert_trained_once(job.directory / "run", job.directory / "log", batch=4, most_stale=2)
 
 
-LAYOUTS = ((), ("trainer.tensor_parallel_size=2",), ("trainer.context_parallel_size=2",))
+LAYOUTS = {"trainer.tensor_parallel_size=2": 1, "trainer.context_parallel_size=2": 2}
 
 
 def test_a_job_killed_under_one_layout_ends_under_others_as_if_never_killed(tmp_path):
-    """Killed with its data split over two ranks, then its matrices, then its tokens, it ends on one rank."""
+    """Killed with its matrices split over two ranks, then its tokens, it ends on one rank as on two with split data."""
     model = str(tmp_path / "model")
     build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2), model)
-    common = (f"model.path={model}", *AHEAD, "algorithm.policy_loss=clip")
-    uninterrupted = Job(tmp_path / "uninterrupted", common)
+    common = (f"model.path={model}", *AHEAD, "algorithm.policy_loss=clip", "trainer.ckpt_interval=1",
+              "trainer.total_steps=3", "trainer.hf_save_interval=3")  # fmt: skip
+    uninterrupted, job = Job(tmp_path / "uninterrupted", common), Job(tmp_path / "job", common)
     assert uninterrupted.run()
-    for number, axis in enumerate(LAYOUTS):
-        reached = tmp_path / f"reached{number}"
-        job = Job(tmp_path / "job", (*common, "trainer.ckpt_interval=1", *axis))
+    for axis, step in LAYOUTS.items():
+        reached = tmp_path / f"reached{step}"
         env = {"TRAINER_FAILPOINT": f"save:hinted,1,{reached}"}
-        assert not job.run(env=env, kill_when=lambda _, reached=reached: reached.exists())
-    job = Job(tmp_path / "job", (*common, "trainer.num_workers=1"))
-    assert job.run()
+        assert not job.run((axis,), env=env, kill_when=lambda _, reached=reached: reached.exists())
+    assert job.run(("trainer.num_workers=1",))
     log = (job.directory / "log").read_text()
-    assert all(f"global_step_{step}, step {step} of" in log for step in (1, 2, 3))
-    (found, weights), (expected, start) = job.outcome(), uninterrupted.outcome()
+    assert all(f"global_step_{step}, step {step} of" in log for step in LAYOUTS.values())
+    (found, weights), (expected, start) = job.outcome(steps=3), uninterrupted.outcome(steps=3)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     ours, theirs = load(weights), load(start)

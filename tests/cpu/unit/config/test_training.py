@@ -6,6 +6,7 @@ import dataclasses
 
 from tests.cpu.unit.config.contradictions import test_contradictions_are_refused_in_one_sentence  # noqa: F401
 from tests.support.config import config_of
+from trainer.config import compose
 
 CONTRADICTIONS = [
     (["trainer.policy.optimizer.betas=[0.9,5]"], "trainer.policy.optimizer.betas=.*: must be two numbers"),
@@ -32,3 +33,10 @@ def test_the_critic_the_reference_and_supervised_training_follow_the_policy():
     (policy,) = config_of(["trainer.task=sft", "sft.optimizer.lr=0.5", *words]).roles
     assert (policy.optimizer.lr, policy.optimizer.warmup_steps, policy.optimizer.scheduler) == (0.5, 10, "constant")
     assert (policy.optimizer.weight_decay, policy.optimizer.schedule_steps) == (0.1, None)
+
+
+def test_another_model_is_not_trained_with_the_settings_of_the_embedded_one():
+    embedded, own = (compose(overrides).trainer.policy.optimizer for overrides in ([], ["model.path=a/model"]))
+    assert (embedded.lr, embedded.scheduler, embedded.schedule_steps) == (4e-4, "cosine", 140)
+    assert own == compose(["model=qwen3_0.6b"]).trainer.policy.optimizer
+    assert (own.lr, own.warmup_steps, own.scheduler, own.schedule_steps) == (1e-6, 0, "constant", None)
