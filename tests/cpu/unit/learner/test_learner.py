@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,18 +49,41 @@ BY_SEQUENCE = {
 }
 
 
-def a_step(
+class Step(NamedTuple):
+    """A step: its metrics, its seconds by phase, what was computed for tokens, and the rows that passes scored."""
+
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    kept: list[TokenScores]
+    rows_scored: list[int]
+
+
+_STEPS: dict[str, Step] = {}
+
+
+def a_step(model: str, **settings: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of one step, and its seconds by phase (see `whole_step`)."""
+    step = whole_step(model, **settings)
+    return step.metrics, step.seconds
+
+
+def whole_step(model: str, **settings: Any) -> Step:
+    """A step with these settings, which is computed once for all tests."""
+    key = f"{model} {sorted(settings.items())}"
+    if key not in _STEPS:
+        _STEPS[key] = _compute_step(model, **settings)
+    return _STEPS[key]
+
+
+def _compute_step(
     model: str,
     mini_batch: int = 2,
     ranks: int = 1,
     equal_rewards: bool = False,
     critic_warmup: int = 0,
-    rows_scored: int | None = None,
-    kept: list[TokenScores] | None = None,
     update_epochs: int = 1,
-    **algorithm,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """The metrics of one step, and its seconds by phase. What was computed for tokens is added to `kept`."""
+    **algorithm: Any,
+) -> Step:
     cfg = Config()
     cfg.rollout.max_logprob_diff = None  # no engine has sampled the batch
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size, cfg.rollout.n = 2, mini_batch, 4
@@ -76,8 +99,7 @@ def a_step(
         scored = _record_scored(learner)
         metrics = learner.update(learner.score(made, 1), 1)
         assert learner.token_scores is not None, "those of the first step are kept"
-        if kept is not None:
-            kept += learner.token_scores
+        kept = list(learner.token_scores)
         speed = learner.speed(len(made), 40, 1e3)
         assert "perf/mfu" not in speed, "no data sheet of a CPU"
         # All four completions of a prompt begin with the same four tokens. Each rank computes them once.
@@ -85,8 +107,7 @@ def a_step(
         assert learner._shared == pytest.approx(repeats / 52)
     prompt = np.s_[:, :2]
     assert all(not logprobs[prompt].any() and logprobs.any() for logprobs in scored), "prompts were scored"
-    assert rows_scored is None or [len(logprobs) for logprobs in scored] == [rows_scored]
-    return metrics, timer.pop()
+    return Step(metrics, timer.pop(), kept, [len(logprobs) for logprobs in scored])
 
 
 def _record_scored(learner: Learner) -> list[np.ndarray]:
@@ -133,12 +154,10 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
     ],
 )
 def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
-    """And the step is the same to the last bit."""
     if "equal_rewards" in settings:
         settings = settings | {"filter_zero_variance": True, "overlong_buffer": 0}
-    kept: list[TokenScores] = []
-    metrics, _ = a_step(model, kept=kept, **settings)
-    assert metrics == a_step(model, **settings)[0]
+    step = whole_step(model, **settings)
+    metrics, kept = step.metrics, step.kept
     samples = [sample for episode in episodes() for sample in episode.samples]
     assert [len(one.entropy) for one in kept] == [len(sample.token_ids) for sample in samples]
     for sample, one in zip(samples, kept, strict=True):
@@ -165,14 +184,12 @@ def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
     assert np.abs(difference).max() == pytest.approx(metrics["rollout/logprob_diff_max"], abs=1e-6)
 
 
-@table("mini_batch", [1, 2])
+@table("mini_batch", [{"mini_batch": 1}, {}])
 def test_kept_advantages_are_those_of_the_loss_whoever_has_corrected_them(model, mini_batch):
     """The ranks correct the rows of the first mini-batch, the driver corrects the others."""
     correction = {"rollout_correction": "mis", "options": {"rollout_correction_high": 0.6}}
-    plain: list[TokenScores] = []
-    kept: list[TokenScores] = []
-    a_step(model, kept=plain, mini_batch=mini_batch)
-    a_step(model, kept=kept, mini_batch=mini_batch, **correction)
+    plain = whole_step(model, **mini_batch).kept
+    kept = whole_step(model, **mini_batch, **correction).kept
     weights = []
     samples = [sample for episode in episodes() for sample in episode.samples]
     for sample, before, one in zip(samples, plain, kept, strict=True):
@@ -205,9 +222,10 @@ def test_the_agreement_is_measured_while_the_critic_warms_up(model):
 
 
 def test_the_first_of_several_optimizer_steps_needs_no_pass_for_old_log_probs(model):
-    metrics, seconds = a_step(model, mini_batch=1, rows_scored=4)
-    assert "time/logprob" in seconds and metrics["policy/clip_frac"] > 0
-    with_pass, _ = a_step(model, mini_batch=1, rows_scored=8, **BY_SEQUENCE)
+    metrics, seconds, _, rows_scored = whole_step(model, mini_batch=1)
+    assert "time/logprob" in seconds and metrics["policy/clip_frac"] > 0 and rows_scored == [4]
+    with_pass, _, _, rows_scored = whole_step(model, mini_batch=1, **BY_SEQUENCE)
+    assert rows_scored == [8]
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl"):
         assert metrics[name] == pytest.approx(with_pass[name], abs=1e-6), name
 
@@ -442,15 +460,14 @@ def answered(model: str, count: int) -> list[Sample]:
     return made
 
 
-@table("ranks", [1, 2])
-def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model, ranks):
+def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model):
     """An answer is exact if each of its tokens is the likeliest one after the true ones before it."""
     cfg, samples = Config(), answered(model, 20)
     cfg.algorithm.advantage_estimator, cfg.algorithm.policy_loss = "reward", "reinforce"
     cfg.trainer.train_batch_size = cfg.trainer.mini_batch_size = 20
     found = []
     for checks in (True, False):
-        with local_cluster(ranks, cfg) as cluster:
+        with local_cluster(2, cfg) as cluster:
             learner = Learner(cluster.cfg, cluster, Timer())
             learner.build(model)
             losses = []
@@ -465,8 +482,8 @@ def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model, 
     assert found[0] == found[1]
 
 
-@table("estimator", ["grpo", "gae"])
-def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(model, estimator):
+@table("estimator, ranks, mini_batch", [("grpo", 1, 2), ("gae", 2, 1)])
+def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(model, estimator, ranks, mini_batch):
     """On one rank in a mini-batch of two prompts, and on two ranks in mini-batches of one."""
     some = [replace(one, reward=None, failure="is nan") if i in (1, 6) else one for i, one in enumerate(episodes())]
     kept = [one for one in some if one.reward is not None]
@@ -481,8 +498,7 @@ def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(mode
             learner.build(model)
             return learner.update(learner.score(given, 1), 1)
 
-    for ranks, mini_batch in ((1, 2), (2, 1)):
-        expected, found = learnt(kept, 1, mini_batch), learnt(some, ranks, mini_batch)
-        for name in expected:
-            if name.startswith(("policy/", "critic/", "reward/")):
-                assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    expected, found = learnt(kept, 1, mini_batch), learnt(some, ranks, mini_batch)
+    for name in expected:
+        if name.startswith(("policy/", "critic/", "reward/")):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

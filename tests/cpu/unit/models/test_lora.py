@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +35,18 @@ pytestmark = pytest.mark.early
 MASK = make_batch()["mask"] > 0
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model_path(request, tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
-    return path
+@pytest.fixture(scope="module")
+def computed() -> dict[Any, Any]:
+    """Models, and what one rank computes with them. Tests change between the two models."""
+    return {}
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def model_path(request, computed, tmp_path_factory) -> str:
+    if request.param not in computed:
+        path = computed[request.param] = str(tmp_path_factory.mktemp("model"))
+        build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
+    return computed[request.param]
 
 
 tied_alone = pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
@@ -72,10 +80,12 @@ def train(rank: Rank, path: str, out: str) -> dict:
     }
 
 
-@pytest.fixture(scope="module")
-def single_rank(model_path, tmp_path_factory):
-    out = str(tmp_path_factory.mktemp("one"))
-    return run_ranks(1, train, model_path, out, cfg=lora_config())[0], out
+@pytest.fixture
+def single_rank(model_path, computed, tmp_path_factory):
+    if model_path not in computed:
+        out = str(tmp_path_factory.mktemp("one"))
+        computed[model_path] = run_ranks(1, train, model_path, out, cfg=lora_config())[0], out
+    return computed[model_path]
 
 
 def logprobs_of(model) -> np.ndarray:
