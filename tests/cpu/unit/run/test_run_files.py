@@ -32,14 +32,15 @@ def write(run: OpenRun, path: str, text: str) -> None:
 
 def test_each_checkpoint_restores_the_files_as_they_were_and_shares_what_did_not_change(run, tmp_path):
     store = run.directory.checkpoints.store
-    write(run, "metrics.jsonl", "one\n")
+    one, two = '{"step": 1, "loss": 1.0}\n', '{"step": 2, "loss": 1.0}\n'
+    write(run, "metrics.jsonl", one)
     write(run, "rewards.jsonl", "secret\n")
     run.save(1)
     before = set(store.pieces())
-    write(run, "metrics.jsonl", "two\n")
+    write(run, "metrics.jsonl", two)
     run.save(2)
     assert len(set(store.pieces()) - before) == 1, "the second save adds the new lines alone"
-    for step, text in ((1, "one\n"), (2, "one\ntwo\n")):
+    for step, text in ((1, one), (2, one + two)):
         elsewhere = tmp_path / f"at {step}"
         elsewhere.mkdir()
         RunFiles(str(elsewhere), store).restore(checkpoint_of(run, step))

@@ -90,5 +90,5 @@ def test_the_versions_are_of_all_packages():
 
 
 def test_a_start_that_a_full_disk_cannot_record_is_an_error():
-    with small_disk("20k") as directory, pytest.raises(OSError, match="No space left on device.*starts.jsonl"):
+    with small_disk("8k") as directory, pytest.raises(OSError, match="No space left on device.*starts.jsonl"):
         record_start(directory, Config())

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.unit.sources.test_routes import LENGTH, mixed
+from tests.cpu.unit.sources.test_routes import mixed
 from tests.support.replies import Replies, sampling_source
-from trainer.config import Config, EnvironmentConfig, RewardConfig
+from trainer.config import Config, RewardConfig
 from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.sampling import SamplingSource
@@ -82,24 +82,3 @@ def test_rewards_that_fail_are_a_share_of_all_sources_with_rewards(tmp_path, mod
     sentence = r"=0.2: 6 of 6 rewards of step 1 \(100.0%\) failed, 6 of them for plain"
     with failing(cfg, model, mode) as source, pytest.raises(UserError, match=sentence):
         source.next(1)
-
-
-def test_rewards_of_several_sources_that_fail_are_cached_only_once_the_step_accepts_them(tmp_path, model, monkeypatch):
-    """A step that ends because too many fail gets new ones, when the reward is repaired."""
-
-    def failures(run: str, broken: bool, most: float) -> int:
-        monkeypatch.setenv("BROKEN_LENGTH", "1" if broken else "")
-        cfg = mixed(tmp_path / run)
-        Path(cfg.trainer.run_dir).mkdir(exist_ok=True)
-        broken_name, works = "tests.support.named_rewards:length_unless_broken", LENGTH.name
-        for name, reward in (("plain", broken_name), ("loud", works), ("again", works), ("echo", works)):
-            cfg.data.mix[name].environment = EnvironmentConfig()
-            cfg.data.mix[name].reward = RewardConfig(name=reward, max_error_rate=most, cache=True)
-        with failing(cfg, model) as source:
-            return sum(bool(episode.failure) for episode in source.next(1))
-
-    with pytest.raises(UserError, match=r"=0.3: 6 of 16 rewards of step 1 \(37.5%\) failed, 6 of them for plain"):
-        failures("refused", broken=True, most=0.3)
-    assert failures("refused", broken=False, most=0.3) == 0
-    assert failures("accepted", broken=True, most=0.4) == 6
-    assert failures("accepted", broken=False, most=0.4) == 6
