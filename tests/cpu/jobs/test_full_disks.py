@@ -60,7 +60,7 @@ def uninterrupted(job, tmp_path_factory) -> list[dict]:
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    with small_disk("1700k") as path:
+    with small_disk("1500k") as path:
         yield Path(path)
 
 
