@@ -62,7 +62,7 @@ def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterru
     """
     faults = tmp_path / "faults"
     faults.mkdir()
-    for name in ("memory,2,1", "kill,3,1", "stop,6,0"):
+    for name in ("memory,2,1", "kill,3,1", "stop,7,0"):
         (faults / name).touch()
     run, log, calls = tmp_path / "run", tmp_path / "log", tmp_path / "calls"
     env = {"TEST_FAULTS": str(faults), "TEST_CALLS": str(calls)}
