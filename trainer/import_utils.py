@@ -51,7 +51,8 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
         sys.path.insert(0, os.getcwd())
     import_numpy()
-    with importing(), user_code(f"{key}={path}: cannot be imported from {os.getcwd()} or a package ({{}})"):
+    here = os.getcwd().replace("{", "{{").replace("}", "}}")
+    with importing(), user_code(f"{key}={path}: cannot be imported ({{}}), neither from {here} nor from a package"):
         module = importlib.import_module(module_name)
         names = [name for name in dir(module) if not name.startswith("_") and _is_value(getattr(module, name, None))]
         function = getattr(module, function_name, None)

@@ -37,7 +37,7 @@ def test_a_module_that_raises_at_import_is_refused_in_one_line(tmp_path, monkeyp
     with pytest.raises(UserError) as caught:
         import_function("raising:f", "data.curriculum")
     message = str(caught.value)
-    assert message.startswith(f"data.curriculum=raising:f: cannot be imported from {tmp_path} or a package ({reason}")
+    assert message.startswith(f"data.curriculum=raising:f: cannot be imported ({reason}")
     assert len(message) < 400
     assert message.isprintable()
 
@@ -89,8 +89,8 @@ def test_a_path_of_a_file_is_refused_with_the_name_of_the_module(path, name):
         ("own_rewards:scor", "has no function scor; did you mean score, or Scorer?"),
         ("own_rewards:_hiden", "own_rewards has no function _hiden"),
         ("own_rewards:LIMIT", "own_rewards has no LIMIT"),
-        ("own_rewrads:score", "or a package (ModuleNotFoundError: No module named 'own_rewrads')"),
-        ("importing:score", "or a package (ModuleNotFoundError: No module named 'own_rewrads')"),
+        ("own_rewrads:score", "(ModuleNotFoundError: No module named 'own_rewrads'), neither"),
+        ("importing:score", "(ModuleNotFoundError: No module named 'own_rewrads'), neither"),
     ],
 )
 def test_a_misspelt_function_or_class_gets_a_suggestion(path, sentence, tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_misspelt_function_or_class_gets_a_suggestion(path, sentence, tmp_path
     monkeypatch.setattr(sys, "path", sys.path[:])
     with pytest.raises(UserError) as caught:
         import_function(path, "reward.name")
-    assert str(caught.value).startswith(f"reward.name={path}: ") and str(caught.value).endswith(sentence)
+    assert str(caught.value).startswith(f"reward.name={path}: ") and sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_an_environment_runs_in_another_interpreter(python):
 
 
 def test_our_own_environments_run_in_another_interpreter(python):
-    check_environment(config(python, "tests.support.retry:RetryEnv", tries=3))
+    check_environment(config(python, "trainer.environments.look_up:LookUp"))
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in another interpreter", "in ours"])
@@ -244,11 +244,11 @@ def test_an_environment_whose_service_is_not_there_says_so(calls, method):
 
 
 def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(calls, caplog):
-    tried(calls, {"prompt": "?"}, timeout_s=3, fails_in="reset", seconds=60)
+    tried(calls, {"prompt": "?"}, timeout_s=0.3, fails_in="reset", seconds=60)
     tried(calls, {"prompt": "?"}, max_error_rate=1.0, fails_in="reset")
     start = "environment.name=counted:Counted: fails for the first row of the data: "
     slow, failing = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert slow == f"{start}reset took longer than environment.timeout_s=3"
+    assert slow.removeprefix(start).removeprefix("reset ") == "took longer than environment.timeout_s=0.3"
     assert failing.startswith(f"{start}reset raised KeyError: 'price' in counted.py:")
 
 

@@ -87,8 +87,7 @@ def test_an_engine_that_was_replaced_while_all_rested_gets_its_requests_again(st
     with pool._at_rest():
         pool._engines.group.end(0)
         pool._engines.check()
-        with pool._at_rest():
-            pool._engines.load()
+        pool._engines.load()
         pool._sync(1, "keep")
     assert [tokens[:1] for tokens in tokens_of(pool.loop.run(pool_wait(waiting)))] == [[i] for i in range(20, 32)]
 
