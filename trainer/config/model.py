@@ -110,7 +110,7 @@ class FSDPConfig(Section):
     compile: bool | None = setting(None, resume="rounding")
     """Compile the blocks and the softmax with `torch.compile`: faster passes, but the first ones wait for the compiler.
     null: on CUDA without `trainer.context_parallel_size`, `trainer.tensor_parallel_size` and `trainer.deterministic`;
-    not on CPU. true is refused with tensor parallelism, and with `trainer.deterministic`: what a kernel is compiled to
+    not on CPU. true is refused with these three. With `trainer.deterministic`, because what a kernel is compiled to
     depends on the sizes that a process meets first."""
     activation_checkpointing: str = choice("none", ("none", "selective", "full"), resume="rounding")
     """Which activations of a block the backward pass computes again instead of keeping them: `none`, `selective` (all

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.evaluations import evaluate, validation_of
+from tests.support.forks import ForkedCommand
 from tests.support.inference import Server
 from tests.support.jobs import comparable, metrics, run_forked_job, start_forked_job, wait_until
 from tests.support.killed_jobs import STEPS, assert_trained_once, run_until
@@ -70,13 +71,21 @@ def at_step(run_dir: Path, step: int, action: Callable[[], None]) -> threading.T
     return thread
 
 
+def start_until(place: str, reached: Path, server: Server) -> ForkedCommand:
+    """Start a job that uses the server; returns when it waits at a failpoint. It goes on when `reached` is deleted."""
+    words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, *QUIET]
+    env = {"TRAINER_FAILPOINT": f"{place},{reached}"}
+    directory = reached.parent
+    process = start_forked_job("trainer.run_dir=run", *words, cwd=directory, env=env, log=directory / "output")
+    wait_until(reached.exists)
+    return process
+
+
+@pytest.mark.usefixtures("own")  # it has made the built-in model, whose warm start has the same failpoints
 def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(server, tmp_path):
     """It closes no connection, so the job would wait for signs of life."""
     log, reached = tmp_path / "run/log.txt", tmp_path / "reached"
-    words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, *QUIET]
-    env = {"TRAINER_FAILPOINT": f"trained,1,{reached}"}
-    process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, env=env, log=tmp_path / "output")
-    wait_until(reached.exists)
+    process = start_until("trained,1", reached, server)
     server.process.send_signal(signal.SIGSTOP)
     try:
         reached.unlink()
@@ -176,13 +185,11 @@ def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(ser
             assert sum(count for _, count in spans) == sum(sample["mask"])
 
 
+@pytest.mark.usefixtures("own")  # it has made the built-in model, whose warm start has the same failpoints
 def test_a_signal_ends_the_wait_for_a_server_that_is_gone(server, tmp_path):
     """The last test of this file: the server stays away."""
     log, reached = tmp_path / "run/log.txt", tmp_path / "reached"
-    words = ["rollout=server", f"rollout.urls=[{server.url}]", *SETTINGS, *QUIET]
-    env = {"TRAINER_FAILPOINT": f"logged,1,{reached}"}
-    process = start_forked_job("trainer.run_dir=run", *words, cwd=tmp_path, env=env, log=tmp_path / "output")
-    wait_until(reached.exists)
+    process = start_until("logged,1", reached, server)
     server.kill()
     reached.unlink()
     wait_until(lambda: "waits for the server" in log.read_text())

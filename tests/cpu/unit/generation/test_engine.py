@@ -210,7 +210,8 @@ def test_completions_come_one_after_another_and_a_sync_drops_the_rest(model_path
 
 @pytest.mark.processes
 def test_requests_under_way_survive_interrupts_and_syncs_that_keep_them(model_paths, trained, tmp_path, vllm_engine):
-    """With the same weights they get the tokens of an undisturbed engine, and with new weights the rest is of these."""
+    """Under the same weights, no token differs from those of an engine without interruptions. After a sync, the rest of
+    each completion is sampled from the new weights."""
     with torch.no_grad():
         changed = copy.deepcopy(trained)
         for parameter in changed.parameters():

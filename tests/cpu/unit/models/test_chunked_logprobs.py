@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_formula(tokens, temperature, head):
 
 @pytest.mark.processes
 def test_compiled_gradients_are_those_of_the_formula():
-    """Once, because each head and temperature is compiled anew."""
+    """One case is enough, because the compiler takes long for each head and temperature."""
     check_gradients(True, 11, 1.7, Head(scale=0.5, softcap=3.0))
 
 
