@@ -114,7 +114,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_unreachable(text: str) -> bool:
     """Return whether the text of a failure reports that a service could not be reached."""
-    return re.search(r"Connect(ion)?\w*Error|ConnectTimeout|gaierror|Connection refused", text) is not None
+    return re.search(r"Connect(ion)?\w{0,40}Error|ConnectTimeout|gaierror|Connection refused", text) is not None
 
 
 def remedy_of(failure: str, usual: str) -> str:
@@ -179,7 +179,7 @@ def describe_with_place(error: BaseException) -> str:
     trace = [*traceback.format_tb(error.__traceback__), *getattr(error, "__notes__", ())]
     libraries = sysconfig.get_paths()
     others = [os.path.dirname(__file__), *(libraries[name] for name in ("stdlib", "purelib", "platlib"))]
-    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "\n".join(trace))
+    frames = re.findall(r'File "([^"\n]++)", line (\d++), in (\S++)', "\n".join(trace))
     own = [frame for frame in frames if not frame[0].startswith(("<", *(path + os.sep for path in others)))]
     place = " ({}:{}, in {})".format(*own[-1]) if own else ""
     return describe_error(error) + place

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from re import _constants as codes
+from re import _parser as expressions
 
 import pytest
 
@@ -180,6 +183,41 @@ def test_every_room_and_module_is_known():
     modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert rooms | modules == set(ALLOWED) | LEAVES
     assert len(modules) < 10, "few modules lie beside the packages"
+
+
+def test_no_expression_has_alternatives_or_repeats_in_a_repeat_that_goes_back():
+    # The time of such an expression may grow with a power of the length of a text, or worse.
+    def is_slow(items, in_repeat=False):
+        for operation, value in items:
+            nested, inner = in_repeat, []
+            if operation in (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT):
+                is_long = value[1] > 100 and operation is not codes.POSSESSIVE_REPEAT
+                if in_repeat and is_long:
+                    return True
+                nested, inner = (in_repeat or is_long) and operation is not codes.POSSESSIVE_REPEAT, [value[2]]
+            elif operation is codes.BRANCH:
+                if in_repeat:
+                    return True
+                inner = value[1]
+            elif operation is codes.SUBPATTERN:
+                inner = [value[3]]
+            elif operation in (codes.ASSERT, codes.ASSERT_NOT):
+                inner = [value[1]]
+            if any(is_slow(part, nested) for part in inner):
+                return True
+        return False
+
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
+            else:
+                text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if "*" in text or "+" in text:
+                with contextlib.suppress(re.error, OverflowError):  # it is no expression
+                    found += [(file.name, node.lineno, text)] * is_slow(expressions.parse(text))
+    assert found == []
 
 
 def test_files_and_functions_are_short():

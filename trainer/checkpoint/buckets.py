@@ -39,6 +39,7 @@ checkpoints: what user code draws must not depend on how often a request failed.
 MAX_ATTEMPTS = 5
 _PART_BYTES = 16 << 20
 """The bytes of a large object that one request sends. S3 allows 10,000 parts: 160 GB a file."""
+_LONGEST_ANSWER = 20_000  # characters of an error of a store in which its cause is looked for
 _PARTS_AT_ONCE = 4
 
 
@@ -224,10 +225,10 @@ def _reason(text: str) -> str:
 
     Of the body of an answer it is the store's own message: other fields may repeat the request, with its credentials.
     """
-    summary, _, details = text.partition("\n\nDebug source:")
-    cause = re.search(r"<Message>(.*?)</Message>", summary, re.S) or re.search(r'\bmessage: "(.*?)"', details)
+    summary, _, details = (part[:_LONGEST_ANSWER] for part in text.partition("\n\nDebug source:"))
+    cause = re.search(r"<Message>([^<]*+)</Message>", summary) or re.search(r'\bmessage: "([^"\n]*+)"', details)
     summary = re.sub(r"^Generic \w+ error: ", "", re.split(r"<\?xml|<Error>", summary)[0].rstrip(": \n"))
-    summary = re.sub(r" in [\d.]+\w+(, after \d+ retries, max_retries: \d+, retry_timeout: \w+ )?", "", summary)
+    summary = re.sub(r" in [\d.]++\w++(, after \d+ retries, max_retries: \d+, retry_timeout: \w+ )?", "", summary)
     return one_line(re.sub(r"//[^/\s@]*@", "//…@", f"{cause[1]}: {summary}" if cause else summary))
 
 

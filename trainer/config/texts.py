@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.schema import MAPPINGS, OPEN_SECTIONS, plain, section_named
 
 _PIECES = re.compile(
-    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{(?:[^{}]|\{[^{}]*\})*\}|\\.|[\[\]{}(),:]|[^\[\]{}(),:'"\\$]+|.""",
+    r"""'(?:\\.|[^'\\])*+'|"(?:\\.|[^"\\])*+"|\$\{(?:[^{}]|\{[^{}]*+\})*+\}|\\.|[\[\]{}(),:]|[^\[\]{}(),:'"\\$]+|.""",
     re.DOTALL,
 )
 _TYPED = re.compile(r"[-+]?[\d._]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false|null", re.IGNORECASE)

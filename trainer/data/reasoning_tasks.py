@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ _EVALUATES = frozenset(
     | {"simple_integration", "spiral_matrix", "string_insertion"}
 )
 """Tasks whose score evaluates an answer, as Python or by SymPy, which makes Python of it: an answer could run code."""
-_ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 
 
 def check_task(task: str, options: Mapping[str, Any]) -> None:
@@ -84,8 +82,9 @@ def score(completion: str, row: Mapping[str, Any]) -> float:
         raise ValueError(
             f"reasoning-gym {_version()} makes another example of the row, which is of version {made_of['version']}"
         )
-    answers = _ANSWER.findall(completion)
-    answer = answers[-1] if answers else completion.rpartition("</think>")[2]
+    answer, end = completion.rpartition("</think>")[2], 0
+    while (begin := completion.find("<answer>", end)) >= 0 and (end := completion.find("</answer>", begin)) >= 0:
+        answer = completion[begin + len("<answer>") : end]
     dataset = _chunk(made_of["task"], _as_text(made_of["options"]), made_of["number"] // _CHUNK)
     return float(dataset.score_answer(answer.strip(), copy.deepcopy(entry)))
 

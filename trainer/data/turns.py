@@ -28,14 +28,19 @@ class Stops:
         added = tokenizer.added_tokens_decoder
         self.token_ids = frozenset(token_ids)
         self.by_text = {added[token].content: token for token in token_ids if token in added}
-        some = "|".join(map(re.escape, sorted(self.by_text, key=len, reverse=True))) or r"(?!)"
-        self._at_end = re.compile(rf"({some})(?:\s|{some})*\Z")
-        self._at_start = re.compile(rf"\s*({some})")
+        self._texts = sorted(filter(None, self.by_text), key=len, reverse=True)
+        self._at_start = re.compile(rf"\s*+({'|'.join(map(re.escape, self._texts)) or '(?!)'})")
 
     def end(self, text: str) -> int | None:
         """Return where a reply ends in what the template writes of it: behind the first of its last stop tokens."""
-        found = self._at_end.search(text)
-        return found.end(1) if found else None
+        end, rest = None, len(text)
+        while rest:
+            stop = next((stop for stop in self._texts if text.endswith(stop, 0, rest)), "")
+            if not stop and not text[rest - 1].isspace():
+                break
+            end = rest if stop else end
+            rest -= len(stop) or 1
+        return end
 
     def beginning(self, text: str) -> str:
         """Return the stop token that a text begins with, blanks included; empty: it begins with another one."""

@@ -86,7 +86,7 @@ def dump_yaml(value: Any, **options: Any) -> str:
     class Dumper(yaml.SafeDumper):
         pass
 
-    number = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+")
+    number = re.compile(r"[-+]?(\d[\d_]*+(\.[\d_]*+)?|\.[\d_]++)[eE][-+]?\d+")
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
     return yaml.dump(value, Dumper=Dumper, sort_keys=False, **options)
 

@@ -19,9 +19,9 @@ _SECRET = re.compile(
     r"(?:api|access|auth|bearer|refresh|session|personal|hf|hub|wandb|github|gitlab|bot)_?tokens?)"
     r"(?:_(?!env$|file$|path$|name$|url$)|$)"
 )
-_REFERENCE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)[^{}]*\}")
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
-_IN_BRACES = re.compile(r"(?P<begin>(?P<name>[\w.-]+)\s*:\s*)(?P<value>[^\s,{}\[\]]+)")
+_REFERENCE = re.compile(r"\$\{oc\.env:\s*+([A-Za-z_]\w*+)[^{}]*+\}")
+_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]++(?=@)")
+_IN_BRACES = re.compile(r"(?P<begin>(?<![\w.-])(?P<name>[\w.-]++)\s*+:\s*+)(?P<value>[^\s,{}\[\]]++)")
 _SHORTEST = 8
 """Length of the shortest secret to search for in texts: a shorter one may be a part of any word."""
 _named: dict[str, str] = {}

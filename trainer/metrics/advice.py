@@ -384,7 +384,7 @@ def _finite(value: Any) -> float | None:
 def with_reference(page: str) -> str:
     """Return the text of `docs/metrics.md` with a fresh table of the rules."""
     rows = [f"| `{r.name}` | {r.condition} | {r.steps} | `{r.key}` | {r.advice} |\n" for r in RULES]
-    return re.sub(r"(?<=\|---\|---\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page)
+    return re.sub(r"(?<=\|---\|---\|---\|---\|---\|\n)(\|.*\n)++", lambda _: "".join(rows), page)
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def _pattern(known: str) -> re.Pattern[str]:
 def with_reference(page: str) -> str:
     """Return the text of `docs/metrics.md` with a fresh table of every metric, its unit and its meaning."""
     rows = [f"| `{name}` | {metric.unit} | {metric.meaning} |\n" for name, metric in METRICS.items()]
-    return re.sub(r"(?<=\n\|---\|---\|---\|\n)(\|.*\n)+", lambda _: "".join(rows), page, count=1)
+    return re.sub(r"(?<=\n\|---\|---\|---\|\n)(\|.*\n)++", lambda _: "".join(rows), page, count=1)
 
 
 if __name__ == "__main__":

@@ -39,12 +39,14 @@ _CAUSES = {
 }
 """Failure class and description of each cause of a `WorkerError`."""
 _COLLECTIVE = r"NCCL|gloo|collective|process group|c10d|TCPStore|recvBytes"
-_SIGNS: tuple[tuple[str, str, str], ...] = (
-    (rf"(?s)(?=.*(?:{_COLLECTIVE}|Connection)).*timed? ?out", INFRASTRUCTURE, "collective timeout"),
-    (rf"{_COLLECTIVE}|Connection (closed|reset|refused)|Broken pipe", INFRASTRUCTURE, "network"),
-    (r"No space left|Input/output error|Stale file handle|Read-only file system|Disk quota", INFRASTRUCTURE, "storage"),
+_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("timed? ?out", f"{_COLLECTIVE}|Connection"), "collective timeout"),
+    ((f"{_COLLECTIVE}|Connection (closed|reset|refused)|Broken pipe",), "network"),
+    (("No space left|Input/output error|Stale file handle|Read-only file system|Disk quota",), "storage"),
 )
-"""Patterns in the messages of library exceptions, with failure class and description of the cause."""
+"""Patterns that all occur in the message of a library exception, and the cause. Its class is `INFRASTRUCTURE`."""
+_LONGEST_TEXT = 20_000
+"""Characters of a message in which a cause is looked for: half of them at its beginning, half at its end."""
 _OF_CODE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError),
     *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, ConnectionError),
@@ -112,10 +114,13 @@ def classify(error: BaseException) -> tuple[str, str]:
     if isinstance(error, _OF_CODE):
         return JOB, "exception"
     text = f"{type(error).__name__}: {error}"
+    text = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT // 2] + text[-_LONGEST_TEXT // 2 :]
     if (gpu_error := gpu_error_in(text)) is not None:
         return (INFRASTRUCTURE if gpu_error.is_of_machine else JOB), gpu_error.cause
-    signs = (sign[1:] for sign in _SIGNS if re.search(sign[0], text, re.IGNORECASE))
-    return next(signs, (JOB, "exception"))
+    for patterns, cause in _SIGNS:
+        if all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns):
+            return INFRASTRUCTURE, cause
+    return JOB, "exception"
 
 
 def can_recover(error: Exception) -> bool:

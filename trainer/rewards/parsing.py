@@ -13,7 +13,7 @@ from trainer.sandbox.limits import LARGEST_REWARD, MAX_TERMS
 Terms = dict[str, float]
 """What a reward consists of, by name. A plain number has the name ""."""
 _PART = re.compile(r"[\w.-]{1,64}")
-_PATH = re.compile(r"(?=.{1,64}$)[\w.-]+(/[\w.-]+)*")
+_PATH = re.compile(r"(?=.{1,64}$)[\w.-]++(/[\w.-]++)*+")
 
 
 def read_value(value: Any) -> Terms | str:
