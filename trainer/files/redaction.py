@@ -21,6 +21,7 @@ _SECRET = re.compile(
 )
 _REFERENCE = re.compile(r"\$\{oc\.env:\s*+([A-Za-z_]\w*+)[^{}]*+\}")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]++(?=@)")
+_OF_EPISODE = re.compile(r"(?<=/episodes/)[0-9a-f]{32}")  # see `trainer.agents.server`
 _IN_BRACES = re.compile(r"(?P<begin>(?<![\w.-])(?P<name>[\w.-]++)\s*+:\s*+)(?P<value>[^\s,{}\[\]]++)")
 _SHORTEST = 8
 """Length of the shortest secret to search for in texts: a shorter one may be a part of any word."""
@@ -100,7 +101,8 @@ def _written(text: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """Return a text, such as an error message, without the secrets that this process knows, and those in addresses.
+    """Return a text, such as an error message, without the secrets that this process knows, and those in addresses,
+    which are passwords and the permission to use the endpoint of an agent's episode.
 
     It knows those that the config names, and the environment variables with a secret's name.
     """
@@ -108,7 +110,7 @@ def redact_text(text: str) -> str:
     for name in list(os.environ):  # another thread may remove one
         if is_secret(name) and len(secret := os.environ.get(name, "").strip()) >= _SHORTEST:
             text = text.replace(secret, HIDDEN)
-    return _IN_ADDRESS.sub(HIDDEN, text)
+    return _OF_EPISODE.sub(HIDDEN, _IN_ADDRESS.sub(HIDDEN, text))
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:

@@ -161,7 +161,7 @@ class _LibraryWarnings(logging.Handler):
         LOG_FILE.emit(record)
         if logging.getLogger().handlers == [self]:
             assert logging.lastResort is not None
-            text = escape(logging.lastResort.format(record))
+            text = escape(redact_text(logging.lastResort.format(record)))
             shown = {"msg": text, "args": None, "exc_info": None, "exc_text": None, "stack_info": None}
             logging.lastResort.handle(logging.makeLogRecord({**vars(record), **shown}))
 

@@ -1,6 +1,6 @@
 """The cores and the memory of this machine that this process may use: in containers and batch jobs, a part of it.
 
-The limits are those of control groups of version 2.
+The limits are those of control groups of version 2. `root` is the directory that holds `proc` and `sys`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from pathlib import Path
 
 
 def usable_cores(root: str = "/") -> int:
-    """Return how many cores this process may use, by its affinity and the limits of its control groups.
-
-    Args:
-        root: directory that holds `proc` and `sys`.
-    """
+    """Return how many cores this process may use, by its affinity and the limits of its control groups."""
     limits = [float(len(os.sched_getaffinity(0)))]
     for group in _groups(root):
         quota, period = _text(group / "cpu.max").split()[:2] or ["max", "100000"]
@@ -24,21 +20,13 @@ def usable_cores(root: str = "/") -> int:
 
 
 def usable_memory(root: str = "/") -> int:
-    """Return how many bytes of memory this process may use, by the machine and the limits of its control groups.
-
-    Args:
-        root: directory that holds `proc` and `sys`.
-    """
+    """Return how many bytes of memory this process may use, by the machine and the limits of its control groups."""
     limits = [_text(group / "memory.max").strip() for group in _groups(root)]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *map(int, filter(str.isdigit, limits))])
 
 
 def available_bytes(root: str = "/") -> int | None:
-    """Return how many more bytes of memory this process may take without swapping; None: the kernel does not say.
-
-    Args:
-        root: directory that holds `proc` and `sys`.
-    """
+    """Return how many more bytes of memory this process may take without swapping; None: the kernel does not say."""
     available = _numbers(Path(root, "proc/meminfo")).get("MemAvailable:")
     free = [] if available is None else [1024 * available]
     for group in _groups(root):

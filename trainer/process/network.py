@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import traceback
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
@@ -54,6 +56,15 @@ def listen(host: str, port: int, keys: str) -> socket.socket:
         return listener
 
 
+def _leave_out_requests(record: logging.LogRecord) -> bool:
+    """Leave the text of an error out of a log record: it may quote a request, whose path can be a permission."""
+    if record.exc_info and (error := record.exc_info[1]) is not None:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        record.msg, record.args = f"{record.getMessage()} ({type(error).__name__})\n{frames}".rstrip(), ()
+        record.exc_info = record.exc_text = None
+    return True
+
+
 def app_runner(app: web.Application, auto_decompress: bool = True) -> web.AppRunner:
     """Return what serves an application.
 
@@ -65,7 +76,9 @@ def app_runner(app: web.Application, auto_decompress: bool = True) -> web.AppRun
         auto_decompress: false: handlers get bodies as they were sent, and refuse what is compressed.
     """
     from aiohttp import web
+    from aiohttp.log import server_logger
 
+    server_logger.addFilter(_leave_out_requests)
     return web.AppRunner(
         app,
         handler_cancellation=True,

@@ -51,11 +51,7 @@ class Tracer:
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     def span(self, name: str, row: str = "", **details: Any) -> AbstractContextManager[None]:
-        """Record the block as a span, even if it raises.
-
-        Args:
-            row: empty: that of the thread.
-        """
+        """Record the block as a span, even if it raises. An empty `row` is that of the thread."""
         return _Running(self, name, row, details) if self.is_on else _OFF
 
     def add(self, name: str, start: float, end: float, row: str = "", process: str = "", **details: Any) -> None:
@@ -121,12 +117,8 @@ def boot_time() -> float:
 
 
 def answer_call(function: Callable[..., Any], row: str, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
-    """Make a call in a worker. Return its result, in an `Answer` with the spans of the process if it asks for them.
-
-    Args:
-        row: of the thread that makes the calls.
-        name: of the method.
-    """
+    """Make a call of a method in a worker, on the thread with this row. Return its result, in an `Answer` with the
+    spans of the process if it asks for them."""
     TRACER.is_on = kwargs.pop(WANTED, False)
     if not TRACER.is_on:
         return function(*args, **kwargs)

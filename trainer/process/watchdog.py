@@ -36,12 +36,8 @@ class StallDetector:
         """Length of the current pause, in seconds."""
 
     def update(self, seconds: float, safe_points: int, is_waiting: bool) -> bool:
-        """Add `seconds` to the current pause. Return whether the driver hangs.
-
-        Args:
-            safe_points: number of safe points that the driver has passed.
-            is_waiting: the driver waits for something that may take long without progress, such as storage.
-        """
+        """Add `seconds` to the current pause. Return whether the driver hangs. It may wait for what takes long without
+        progress, such as storage (`is_waiting`)."""
         if safe_points != self._safe_points:
             self._safe_points, self.pause_s, self._waits = safe_points, 0.0, False
         else:

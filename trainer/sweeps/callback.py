@@ -57,6 +57,8 @@ class SweepCallback(Callback):
                 "trainer.run_dir: all jobs of a sweep would share it; name the sweep with trainer.run_name=NAME, or "
                 "add the values of each job: 'trainer.run_dir=DIRECTORY${sweep_suffix:}'"
             )
+        if config.hydra.output_subdir is not None:
+            raise UserError("hydra.output_subdir: Hydra would write secrets there; each job has a config.yaml without")
         try:
             os.makedirs(config.hydra.sweep.dir, exist_ok=True)
         except OSError as error:
@@ -65,13 +67,15 @@ class SweepCallback(Callback):
             ) from error
         with read_write(config), open_dict(config):
             # Jobs are composed again from these overrides.
-            config.hydra.overrides.hydra.append(
-                f"hydra.job.config.override_dirname.exclude_keys=[{','.join(dict.fromkeys(fixed))}]"
-            )
+            names = ",".join(dict.fromkeys(fixed))
+            config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{names}]")
+            config.hydra.overrides.hydra.append("hydra.output_subdir=null")
             if str(config.hydra.sweeper.get("_target_")).endswith(".OptunaSweeper"):
                 _check_direction(config)
                 resumes = "latest" in [o.value() for o in overrides if o.key_or_group == "trainer.resume_mode"]
                 _continue_study(config.hydra.sweeper, config.hydra.sweep.dir, resumes)
+        file = os.path.join(config.hydra.sweep.dir, "multirun.yaml")  # Hydra will write the config there, with secrets
+        os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print a table of the jobs, and draw their curves."""
@@ -87,11 +91,7 @@ class SweepCallback(Callback):
 
 
 def _check_shown(key: str, values: list[str]) -> None:
-    """Check that the values do not differ only in a secret: each job's directory is named after its value.
-
-    Raises:
-        UserError: two values are equal without their secrets.
-    """
+    """Refuse values that differ only in a secret: each job's directory is named after its value."""
     shown = redact_command([f"{key}={value}" for value in values])
     if len(set(shown)) < len(set(values)):
         raise UserError(
@@ -101,11 +101,7 @@ def _check_shown(key: str, values: list[str]) -> None:
 
 
 def _check_direction(config: DictConfig) -> None:
-    """Check that Optuna searches for the jobs that the comparison of runs calls the best.
-
-    Raises:
-        UserError: it would search for the worst.
-    """
+    """Refuse a search for jobs that the comparison of runs calls the worst."""
     from omegaconf import OmegaConf
 
     t, direction = config.trainer, config.hydra.sweeper.direction

@@ -24,6 +24,7 @@ from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.server import AgentServer, shared_server
 from trainer.errors import UserError
+from trainer.files.redaction import redact_text
 from trainer.generation.engine import Sampling
 from trainer.sandbox.limits import LARGEST_MESSAGE
 from trainer.seeding import turn_seed
@@ -221,6 +222,17 @@ def test_a_failure_of_the_endpoint_is_an_error_too(served, caplog):
     answer = served.post(json={"model": "policy", "messages": SAID})
     assert answer.status_code == 500 and "the log of the job says why" in answer.json()["error"]["message"]
     assert answer.headers["x-should-retry"] == "false" and "ZeroDivisionError" in caplog.text
+
+
+def test_no_log_line_holds_the_permission_to_use_an_episode(served, caplog):
+    url = httpx.URL(served.url)
+    for path in (url.path, url.path[:25]):
+        with socket.create_connection((url.host, url.port)) as connection:
+            connection.sendall(f"GET {path}/models HTTP/1.1\r\nGET {path}/models is no header\r\n\r\n".encode())
+            assert connection.recv(100).startswith(b"HTTP/1.0 400")
+    assert "Error handling request from 127.0.0.1" in caplog.text
+    assert served.episode.secret[:12] not in caplog.text
+    assert served.episode.secret not in redact_text(f"HTTPStatusError: 404 for url {served.url}/models")
 
 
 def test_several_users_of_an_address_share_a_server(tokenizer):

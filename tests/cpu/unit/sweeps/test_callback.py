@@ -44,6 +44,11 @@ def refusal(config: Any, capsys) -> str:
     ("words", "swept", "sentence"),
     [
         (["trainer.seed=3"], ["trainer.seed=1,2"], "error: trainer.seed: has one value and also several, so jobs"),
+        (
+            ["hydra.output_subdir=x"],
+            ["trainer.seed=1,2"],
+            "error: hydra.output_subdir: Hydra would write secrets there",
+        ),
         (["trainer.run_dir=here"], ["trainer.seed=1,2"], "error: trainer.run_dir: all jobs of a sweep would share it"),
         (
             [],
@@ -71,8 +76,11 @@ def test_a_sweep_that_cannot_be_meant_is_refused(words, swept, sentence, tmp_pat
 def test_only_swept_keys_name_the_directories_of_jobs(tmp_path):
     config = config_of(tmp_path, "trainer.total_steps=3", "trainer.run_dir='x${sweep_suffix:}'")
     SweepCallback().on_multirun_start(config)
-    (added,) = config.hydra.overrides.hydra
-    assert added == "hydra.job.config.override_dirname.exclude_keys=[trainer.total_steps,trainer.run_dir]"
+    assert config.hydra.overrides.hydra == [
+        "hydra.job.config.override_dirname.exclude_keys=[trainer.total_steps,trainer.run_dir]",
+        "hydra.output_subdir=null",
+    ]
+    assert os.stat(tmp_path / "multirun.yaml").st_mode & 0o777 == 0o600, "Hydra writes the whole config there"
 
 
 def study(directory: Path, *states: str) -> optuna.Study:
