@@ -10,6 +10,8 @@ from typing import Any
 
 from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
+from trainer.process import time_limits
+from trainer.process.deadline import deadline
 
 LOG = logging.getLogger(__name__)
 
@@ -177,8 +179,9 @@ def check_generation_prompt(tokenizer: Any) -> None:
     """
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": REPLY_MARK}]
     try:
-        prompts = {tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=p) for p in (0, 1)}
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        with deadline(time_limits.RENDER_S):
+            prompts = {tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=p) for p in (0, 1)}
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
     except Exception:  # it writes no such chat
         return
     prompt = prompts.pop()

@@ -6,9 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from trainer.data.row_files import lines, parsed
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
 from trainer.process import time_limits
+from trainer.process.deadline import deadline
 
 _CHECKED_ROWS = 1000
 """Number of rows of each file that are checked before anything starts."""
@@ -287,25 +286,6 @@ def render_text(
             f"model.chat_template: the chat template in use (that of {tokenizer.name_or_path}, if the key is not set) "
             f"cannot render a chat of {', '.join(m['role'] for m in messages)} ({first_line(error)})"
         ) from error
-
-
-@contextlib.contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after `seconds`. Works only on the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expire(*_: object) -> None:
-        raise TimeoutError(f"it ran for more than {seconds:g} seconds")
-
-    handler = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _row(row: Any, where: str, data: DataConfig) -> Example:

@@ -14,6 +14,8 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import open_regular
 from trainer.files.documents import is_count, mismatch, parse_object
 from trainer.files.hf_hub import first_line
+from trainer.process import time_limits
+from trainer.process.deadline import deadline
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
@@ -80,7 +82,8 @@ def _template_stops(tokenizer: PreTrainedTokenizerBase, template: str) -> list[i
     for reply in _REPLIES:
         try:
             chat = [{"role": "user", "content": "x"}, {"role": "assistant", **reply}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            with deadline(time_limits.RENDER_S):
+                text = tokenizer.apply_chat_template(chat, tokenize=False)
         except Exception:  # it has no calls, or no chat at all
             continue
         _, is_written, end = text.rpartition(REPLY_MARK)

@@ -72,11 +72,7 @@ class IncidentLog:
         """The current step, for packages that do not know it."""
 
     def open(self, run_dir: str, fence: Callable[[], None] = lambda: None) -> None:
-        """Append to the file in `run_dir` from now on.
-
-        Args:
-            fence: raises when this process no longer holds the run directory.
-        """
+        """Append to the file in `run_dir`. `fence` raises when this process no longer holds the run directory."""
         self._file = AppendedFile(os.path.join(run_dir, INCIDENTS_FILE), fence)
 
     def close(self) -> None:
@@ -106,13 +102,8 @@ INCIDENTS = IncidentLog()
 
 
 def record_replaced_process(role: str, ending: str, cost_s: float) -> None:
-    """Record that a process of user code died and that another process has replaced it.
-
-    Args:
-        role: `reward` or `environment`.
-        ending: how the process ended, such as `exit status 3` or `SIGKILL`.
-        cost_s: duration of the calls that were lost with it, in seconds.
-    """
+    """Record that a process of user code died, such as by `exit status 3` or `SIGKILL`, and that another has replaced
+    it. `cost_s` is the duration of the calls that were lost with it, in seconds."""
     has_exited = ending.startswith("exit status ") and not ending.startswith("exit status -")  # negative: a signal
     failure_class, cause = (JOB, "exit") if has_exited else (INFRASTRUCTURE, "killed process")
     text = f"a {role} process ended ({ending})"

@@ -145,12 +145,8 @@ class Decision:
 
 
 class Restarts:
-    """Counts the restarts of processes with the same role. Uses neither processes nor clocks.
-
-    Args:
-        limit: largest number of restarts within the window (`trainer.max_restarts`).
-        window_s: length of the window.
-    """
+    """Counts the restarts of processes with the same role, of which a window of `window_s` may have `limit`
+    (`trainer.max_restarts`). Uses neither processes nor clocks."""
 
     def __init__(self, limit: int, window_s: float):
         self._limit = limit
@@ -161,12 +157,7 @@ class Restarts:
         """Restarts so far."""
 
     def decide(self, error: Exception, step: int, now: float) -> Decision:
-        """Return the decision after `error`. A restart counts from now on.
-
-        Args:
-            step: the step during which the error happened.
-            now: seconds on a monotonic clock.
-        """
+        """Return the decision after `error`, which happened during `step`. A restart counts from now on."""
         if not can_recover(error):
             return Decision(refusal="a restart does not help")
         failure_class, cause = classify(error)

@@ -34,10 +34,7 @@ def escape(text: str, lines: bool = True) -> str:
     """Return `text` with escapes for characters that control a terminal, change the text direction or are invisible.
 
     Names, texts of models and servers, and files of other people go through this before they are printed or logged. The
-    colours of the progress display do not.
-
-    Args:
-        lines: keep line breaks and tabs. False: the text is one line.
+    colours of the progress display do not. Without `lines`, the text is one line: breaks and tabs are escaped, too.
     """
     if text.isprintable():
         return text

@@ -22,11 +22,7 @@ sends the body of a request that has its answer."""
 
 
 def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
-    """Let process groups use the network interface with this address, unless the user has chosen another one.
-
-    Args:
-        environment: of the process.
-    """
+    """Let process groups use the network interface with this address, unless the user has chosen another one."""
     for name, entries in psutil.net_if_addrs().items():
         if address in (entry.address for entry in entries):
             environment.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -130,20 +130,16 @@ class Signals:
 
     @staticmethod
     def ignore() -> None:
-        """Ignore all further signals: the run has ended, and a late signal must not change its exit status.
-
-        The watching process still counts them: the last line of output may block on a stopped terminal.
-        """
+        """Ignore all further signals: the run has ended, and a late signal must not change its exit status. The
+        watching process still counts them: the last line of output may block on a stopped terminal."""
         for number in HANDLED:
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer signals that arrive while the block runs until its end.
-
-        Use it for calls that an exception must not interrupt. Ray, for example, turns the exception into a SystemExit.
-        """
+        """Defer signals that arrive while the block runs until its end. Use it for calls that an exception must not
+        interrupt. Ray, for example, turns the exception into a SystemExit."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -157,9 +153,7 @@ class Signals:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Declare that the block may take long without a safe point: it waits for storage or has its own time limit.
-
-        Does nothing on threads other than the main thread.
-        """
+        Does nothing on threads other than the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -213,10 +207,8 @@ class Signals:
         self._steps = "interrupted"
 
     def check(self, is_progress: bool = True) -> None:
-        """Raise the exception that a signal requests, once. A safe point. On other threads it is only counted.
-
-        Args:
-            is_progress: whether the main thread gets on. False: it waits for another thread that may hang.
+        """Raise the exception that a signal requests, once. A safe point. On other threads it is only counted. Without
+        `is_progress`, the main thread waits for another thread that may hang.
 
         Raises:
             Stopped: the first signal arrived outside the training loop.
@@ -282,9 +274,7 @@ class Signals:
         """Start the process that kills this one if it can no longer exit by itself (see `process.signal_watch`)."""
         reading, self._watch_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reading, True)
-        text = (
-            f"stopped by a third signal, which the process could not handle: killed process {os.getpid()}; {CONTINUES}"
-        )
+        text = f"stopped by a third signal, which the process could not handle: killed {os.getpid()}; {CONTINUES}"
         script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
         limits = [str(time_limits.SAME_REQUEST_S), str(time_limits.SIGNAL_GRACE_S)]

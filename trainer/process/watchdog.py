@@ -20,12 +20,8 @@ _MARGIN_S = 30.0
 
 
 class StallDetector:
-    """Measures how long the driver has passed no safe point. Uses neither threads nor clocks.
-
-    Args:
-        hang_s: longest pause between two safe points.
-        rpc_s: the same if the driver has waited for storage or for calls with time limits of their own.
-    """
+    """Measures how long the driver has passed no safe point. Uses neither threads nor clocks. A pause is limited to
+    `hang_s`, and to `rpc_s` if the driver has waited for storage or for calls with time limits of their own."""
 
     def __init__(self, hang_s: float, rpc_s: float):
         self._hang_s = hang_s

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.templates import ESCAPES
+from trainer.data.chats import check_generation_prompt
 from trainer.data.datasets import render_text
 from trainer.errors import UserError
-from trainer.models.tokenizer import load_tokenizer
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.process import time_limits
+from trainer.process.deadline import deadline
 
 FAILURES = [
     "{% if %}", "{{ undefined.x }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}", "{{ none() }}", "{{ messages + 1 }}",
@@ -46,9 +50,25 @@ def test_a_template_has_no_access_to_the_process(model, tmp_path, template, own)
     assert not executed.exists()
 
 
-def test_an_endless_template_is_stopped(model, tmp_path, monkeypatch):
+def test_an_endless_template_is_stopped_on_every_thread_and_never_later(model, tmp_path, monkeypatch):
     monkeypatch.setattr(time_limits, "RENDER_S", 0.2)
+    monkeypatch.setattr(time_limits, "POLL_INTERVAL_S", 0.02)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     tokenizer = tokenizer_with(model, tmp_path, loops, own=True)
-    with pytest.raises(UserError, match="model.chat_template: .*ran for more than 0.2 seconds"):
-        render_text(tokenizer, [{"role": "user", "content": "x"}], add_generation_prompt=True)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    chats = [[{"role": "user", "content": "x"}], [{"role": "assistant", "content": "", "tool_calls": [call]}]]
+
+    def render() -> str:
+        for chat in chats:
+            with pytest.raises(UserError, match="model.chat_template: .*ran for more than 0.2 seconds"):
+                render_text(tokenizer, chat, add_generation_prompt=True)
+        check_generation_prompt(tokenizer)
+        with deadline(0.2):
+            pass
+        time.sleep(0.5)  # the time of the last block is over
+        return "went on"
+
+    assert render() == "went on"
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert [threads.submit(render).result(60) for _ in range(2)] == ["went on"] * 2
+    assert stop_token_ids(model, tokenizer)
