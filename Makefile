@@ -20,13 +20,13 @@ demo: setup  ## train the built-in default with GRPO
 	$(BIN)/python -m trainer train $(ARGS)
 
 check: lint  ## lint, and the CPU tests that start no job, rank, vLLM, Ray or command
-	$(BIN)/python -m pytest tests/cpu -m "not processes" -n 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -m "not processes and not release" -n 4 --dist loadfile $(ARGS)
 
 test: setup  ## the CPU tests
-	$(BIN)/python -m pytest tests/cpu --ignore=tests/cpu/release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -m "not release" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 release-check: setup  ## what guards a release: wheel, image, recipes, Slurm, browser, tutorial, examples, several nodes
-	$(BIN)/python -m pytest tests/cpu/release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests/cpu -m release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)

@@ -229,6 +229,7 @@ def test_files_and_functions_are_short():
                 assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name} does more than one thing"
 
 
+@pytest.mark.release
 def test_workers_and_checkpoints_run_where_ray_hydra_and_vllm_are_not_installed():
     code = (
         "import sys\n"

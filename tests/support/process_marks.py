@@ -34,7 +34,7 @@ _running: list[pytest.Item] = []
 
 
 def add_marks(items: Collection[pytest.Item]) -> None:
-    """Mark the tests that start processes of Python."""
+    """Mark the tests that start processes of Python, and those of `tests/cpu/release`."""
     for item in items:
         fixtures = [fixture.func for group in item._fixtureinfo.name2fixturedefs.values() for fixture in group]
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -42,6 +42,8 @@ def add_marks(items: Collection[pytest.Item]) -> None:
         is_job = {"jobs", "kills", "release"} & set(item.path.parts[-2:])
         if is_job or any(map(_starts_processes, [item.function, *fixtures, *values])):
             item.add_marker(MARK)
+        if item.path.parts[-2] == "release":
+            item.add_marker("release")
 
 
 @functools.cache

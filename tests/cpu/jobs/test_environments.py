@@ -27,6 +27,7 @@ class Spy(OneCall):
 """
 
 
+@pytest.mark.release
 def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path, monkeypatch):
     """GRPO. The agent asks twice in an episode. The engine has no model, and serves both sources at the same time.
 
@@ -59,6 +60,7 @@ def test_a_mix_of_an_agent_and_a_reward_is_trained(tmp_path: Path, monkeypatch):
     assert [[row[f"data/{name}/prompts"] for row in rows] for name in ("asks", "plain")] == [[2, 4], [2, 4]]
 
 
+@pytest.mark.release
 def test_the_agent_of_the_page_is_trained(tmp_path: Path):
     """OpenAI's client as it is, in threads of the agents' process, with vLLM.
 

@@ -51,6 +51,7 @@ def own(tmp_path_factory) -> Path:
     return directory / "run"
 
 
+@pytest.mark.release
 def test_a_server_evaluates_a_checkpoint_as_the_run_has_validated_it(server, own, tmp_path):
     found = evaluate(own, "rollout.engine=server", f"rollout.urls=[{server.url}]", cwd=tmp_path)
     assert found["metrics"] == validation_of(own, 4)
@@ -81,6 +82,7 @@ def start_until(place: str, reached: Path, server: Server) -> ForkedCommand:
     return process
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("own")  # it has made the built-in model, whose warm start has the same failpoints
 def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(server, tmp_path):
     """It closes no connection, so the job would wait for signs of life."""
@@ -114,6 +116,7 @@ def vllm_metric(server: Server, name: str) -> float:
     return float(value)
 
 
+@pytest.mark.release
 def test_a_killed_job_on_a_server_of_vllm_generates_only_the_episodes_that_are_missing(server, tmp_path):
     """20 requests run at a time, and all completions are as long, so two thirds of them are still to come when the
     first ones end. That takes far longer than the journal needs to write those."""
@@ -136,6 +139,7 @@ def test_a_killed_job_on_a_server_of_vllm_generates_only_the_episodes_that_are_m
     assert missing <= generated <= missing + longest, "one more sequence runs beside those of the job"
 
 
+@pytest.mark.release
 def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(server, tmp_path):
     """The server and its engine outlive the kill. Ten prompts, and 12 that are trained."""
     run, log = tmp_path / "run", tmp_path / "log"
@@ -185,6 +189,7 @@ def test_a_job_in_flight_on_a_server_that_is_killed_trains_every_prompt_once(ser
             assert sum(count for _, count in spans) == sum(sample["mask"])
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("own")  # it has made the built-in model, whose warm start has the same failpoints
 def test_a_signal_ends_the_wait_for_a_server_that_is_gone(server, tmp_path):
     """The last test of this file: the server stays away."""

@@ -39,6 +39,7 @@ STEP_METRICS = {
 }  # fmt: skip
 
 
+@pytest.mark.release
 def test_a_sweep_leaves_complete_run_directories_and_nothing_else(tmp_path, marker):
     """PPO and DAPO, one after the other, as `-m` runs them, with a loss of our own that is 0.
 

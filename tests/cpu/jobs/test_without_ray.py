@@ -9,6 +9,7 @@ from tests.support.jobs import left_in_shared_memory, left_running, metrics, run
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.release
 def test_a_job_needs_no_ray(tmp_path, marker, monkeypatch):
     """On a machine where Ray cannot be imported. That the numbers are the same with Ray is seen on several nodes."""
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('ray')\n")

@@ -427,6 +427,7 @@ def test_the_process_that_speaks_for_a_server_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.release
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"model_type": "qwen3"}')

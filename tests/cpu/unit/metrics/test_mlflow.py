@@ -84,6 +84,7 @@ def test_names_have_the_characters_that_mlflow_takes():
     assert legal_name("a" * 300) == "a" * 250
 
 
+@pytest.mark.release
 def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment):
     """MLflow does not know the run that is to be continued, so there is a new one. It has the steps 0 to 5 when the run
     is killed. It would keep both numbers of a step, so these stay as they are. At the end the job fails.
@@ -108,6 +109,7 @@ def test_a_killed_run_is_continued_and_has_each_step_once(tmp_path, environment)
     assert resumed.stdout.count("\n") == 1, "MLflow prints nothing"
 
 
+@pytest.mark.release
 def test_steps_that_a_store_refuses_are_sent_with_a_later_step(tmp_path, environment):
     """Steps 2 and 3 are logged while a table is away."""
     run_dir = tmp_path / "run"
@@ -126,6 +128,7 @@ def test_steps_that_a_store_refuses_are_sent_with_a_later_step(tmp_path, environ
     assert status == "FINISHED" and history == logged(run_dir, 6)
 
 
+@pytest.mark.release
 def test_a_server_that_does_not_answer_is_refused_at_the_first_start_alone(tmp_path, environment):
     run_dir = tmp_path / "run"
     with socket.socket() as unused:  # bound, and nobody listens

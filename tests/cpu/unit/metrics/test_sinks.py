@@ -135,6 +135,7 @@ def wandb_history(path: Path) -> dict[int, dict[str, str]]:
     }
 
 
+@pytest.mark.release
 def test_wandb_offline_keeps_the_run_and_loses_no_step_to_a_kill(tmp_path, listener):
     run_dir, environment = tmp_path / "run", wandb_environment(tmp_path, listener)
     secret = "environment.kwargs.api_key=hush-1"

@@ -53,6 +53,7 @@ def stored(environment: dict[str, str]) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.release
 def test_a_killed_run_is_written_again_and_another_of_its_name_is_left_alone(tmp_path, environment):
     run_dir = str(tmp_path / "run")
     killed = run_python(RUN, run_dir, "", "-1", "0", "5", "kill", env=environment)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.memory import allocator_peak
+from tests.support.compiled import without_kernels
 from tests.support.fsdp import in_order, prefetches
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
@@ -61,6 +62,12 @@ def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
     Another forward pass shows which blocks are gathered ahead.
     """
     shard.prefetch_depth = lambda *_: 1
+    with pytest.MonkeyPatch.context() as patch:
+        without_kernels(patch)
+        return _compile_and_train(rank, path)
+
+
+def _compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
     rank.build(roles(rank.cfg, ["policy"]), path)
     before = rank.score("policy", "logprobs", make_batch())[1]
     metrics = update(rank, "policy", make_batch(), 1)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import allocator_peak
+from tests.support.compiled import without_kernels
 from trainer.config import Config, FSDPConfig, policy_role
 from trainer.config.trainer import AXES
 from trainer.models import logprobs
@@ -128,10 +129,9 @@ def saved_by(mode: str, row: Row, cfg: Config) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_compiled_blocks_save_what_the_plan_says(mode, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)
+    without_kernels(monkeypatch)
     cfg = config(mode, hidden_size=256, intermediate_size=768, num_layers=3, head_dim=64)
     cfg.trainer.policy.fsdp = FSDPConfig(activation_checkpointing=mode, param_dtype="bfloat16", compile=True)
     planned = traced(cfg, SHARED, "cuda").saved

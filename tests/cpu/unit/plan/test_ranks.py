@@ -105,6 +105,7 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("ranks", CASES)
 def test_the_peak_of_an_update_is_that_of_the_tracker(model_path, ranks):
     """One rank has two micro-batches, each of two ranks has one."""
@@ -136,6 +137,7 @@ def updated(rank: Rank, path: str) -> tuple[int, int]:
     return states, allocator_peak(lambda: rank.update("policy", batch(), 2))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("axes", AXES_OF_TWO, ids=["tp", "cp"])
 def test_the_peak_of_ranks_that_share_rows_is_that_of_the_allocator(model_path, axes):
     cfg = config(model_path)
@@ -178,6 +180,7 @@ def scored(rank: Rank, path: str) -> int:
     return weights + allocator_peak(lambda: rank.score("policy", "logprobs", rows))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("vocabulary", [320, 65536])
 def test_scores_take_what_a_block_or_the_output_layer_takes(tmp_path, vocabulary):
     """Whichever is more: a pass without gradients leaves nothing of its blocks."""
