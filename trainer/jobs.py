@@ -14,6 +14,7 @@ from trainer.config import Config
 from trainer.config.trainer import PROCESSES
 from trainer.errors import TrialError, sentences_of
 from trainer.files.shared_memory import clear_abandoned
+from trainer.metrics import best
 from trainer.metrics.prometheus import MetricsServer
 from trainer.models.export import export_target
 from trainer.models.files import import_configs
@@ -26,7 +27,6 @@ from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
 from trainer.run.stopping import StopRequest
 from trainer.tasks.base import Task, make_trainer
-from trainer.trainer import Trainer
 
 LOG = logging.getLogger(__name__)
 
@@ -78,14 +78,9 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             trainer = make_trainer(task, cluster, directory, task.initial_weights(), stop, server)
             trainer.fit()
             model = f"; model: {trainer.exports.export_last(trainer.state.step)}" if task.exports_last else ""
-    LOG.info(f"finished step {trainer.state.step} of {total}{_best_of(trainer)}{model}")
+    LOG.info(f"finished step {trainer.state.step} of {total}{best.sentence(trainer.state.best)}{model}")
     if cfg.logger.plot:
         final_report(t.run_dir)
-
-
-def _best_of(trainer: Trainer) -> str:
-    best = "".join(f", best {name} {value:.3f}" for name, value in trainer.state.best.items() if name != "step")
-    return f"{best} at step {trainer.state.best['step']}" if best else ""
 
 
 def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:

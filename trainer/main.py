@@ -151,9 +151,14 @@ def train(cfg: Config) -> float | None:
 
 
 def best_value(cfg: Config) -> float | None:
-    """Return the best value that training has reached of the metric that runs are compared by; None if it has none."""
+    """Return the best value of the metric that runs are compared by; None if no step has measured it.
+
+    It is for a search over configs. The initial weights, which all its jobs share, would hide which of them learn less:
+    they count only if no later step has measured it.
+    """
     rows = read_metrics(os.path.join(cfg.trainer.run_dir, METRICS_FILE))
-    best = find_best(rows, *cfg.compared_by)
+    trained = [row for row in rows if row["step"] > 0]
+    best = find_best(trained, *cfg.compared_by) or find_best(rows, *cfg.compared_by)
     return best and best.value
 
 

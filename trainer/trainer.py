@@ -296,7 +296,7 @@ class Trainer:
         description = {
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
-            **score_of(*self.cfg.compared_by, metrics),
+            **score_of(*self.cfg.compared_by, metrics, self.state.best),
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
         }

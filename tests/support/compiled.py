@@ -9,7 +9,7 @@ import torch
 
 
 def without_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Let `torch.compile` trace, decompose and partition graphs as inductor does, and then run them operator by operator.
+    """Let `torch.compile` trace, decompose and partition graphs as inductor does, and run them operator by operator.
 
     How many graphs there are, and what a forward pass saves for the backward pass, is decided before kernels are made.
     """

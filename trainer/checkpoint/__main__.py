@@ -102,6 +102,11 @@ def _ls(args: argparse.Namespace) -> Result:
     lines = _table(rows)
     metrics = sorted({row["score_metric"] for row in rows if row["score"] is not None and row["score_metric"]})
     lines += [f"score: {' or '.join(metrics)} at that step"] if metrics else []
+    best = next((row for row in rows if row["best"]), None)
+    if best is not None and best["score_of_start"] is not None:
+        sign = -1 if best["score_mode"] == "min" else 1
+        beaten = sign * best["score"] > sign * best["score_of_start"]
+        lines.append(f"the start: {best['score_of_start']:.4g}{'' if beaten else ', which no checkpoint has beaten'}")
     if any(row["valid"] for row in rows):
         command = f"trainer checkpoint verify {shlex.quote(args.root)}"
         lines.append(f"sizes agree: the content was not read; `{command}` reads every byte")

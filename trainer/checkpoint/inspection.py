@@ -34,7 +34,8 @@ def find_store(path: str) -> CheckpointStore | None:
 def describe(path: str, level: str) -> dict[str, Any]:
     """Return what is known about the checkpoint `global_step_N` at a path or URL, after a check of `level`."""
     row: dict[str, Any] = {"step": step_in(path), "path": path, "saved_at": None, "ranks": None}
-    row |= {"axes": None, "score": None, "score_metric": None, "score_mode": None, "bytes": 0, "files": 0}
+    row |= dict.fromkeys(("axes", "score", "score_metric", "score_mode", "score_of_start"))
+    row |= {"bytes": 0, "files": 0}
     row |= {"valid": True, "readable": True, "checked": level, "problem": None}
     try:
         row["bytes"] = sum(open_storage(path).list().values())

@@ -295,6 +295,7 @@ _OTHER_FIELDS: dict[Any, Shape] = {
     "axes": {str: is_count},
     "score_metric": str,
     "score_mode": lambda mode: mode in ("max", "min"),
+    "score_of_start": (is_number, NoneType),
     "metrics_from": (is_count, NoneType),
     "folder": _is_name,
     "accepted": [str],

@@ -50,14 +50,21 @@ class _Past:
         self._first: dict[str, list[float]] = {}
         self.accuracy = self.best_accuracy = 0.0
         """The last and the highest validation accuracy."""
+        self.accuracy_of_start = -math.inf
+        self.trained_accuracy = -math.inf
+        """The highest one of a step."""
 
-    def add(self, row: Mapping[str, float]) -> None:
+    def add(self, step: int, row: Mapping[str, float]) -> None:
         for name, value in row.items():
             first = self._first.setdefault(name, [])
             if len(first) < _START:
                 first.append(value)
         self.accuracy = row.get(ACCURACY, self.accuracy)
         self.best_accuracy = max(self.accuracy, self.best_accuracy)
+        if step > 0:
+            self.trained_accuracy = max(self.trained_accuracy, row.get(ACCURACY, -math.inf))
+        else:
+            self.accuracy_of_start = row.get(ACCURACY, -math.inf)
 
     def start(self, name: str, default: float = math.nan) -> float:
         """Return the median of the first steps; `default` if there are too few: NaN is neither above nor below."""
@@ -201,6 +208,16 @@ RULES = (
         "(trainer.resume_path)",
     ),
     Rule(
+        "no_gain",
+        "trainer.policy.optimizer.lr",
+        (ACCURACY,),
+        3,
+        lambda s: max(s[ACCURACY], s.past.trained_accuracy) <= s.past.accuracy_of_start and not s.is_solved(),
+        f"`{ACCURACY}` of no step is above that of the start",
+        "what is learnt does not show there; look whether reward/mean rises, and try another "
+        "trainer.policy.optimizer.lr",
+    ),
+    Rule(
         "kl_explosion",
         "trainer.policy.optimizer.lr",
         ("policy/kl",),
@@ -336,7 +353,7 @@ class Advisor:
             holds = is_known and rule.holds(_Step(finite, self._past, self._config))
             if counter.update(step, holds, rule.steps):
                 given.append(_advice(rule, counter.found[-1]))
-        self._past.add(finite)
+        self._past.add(step, finite)
         return given
 
     @property

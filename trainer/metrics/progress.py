@@ -72,9 +72,8 @@ class Progress:
         self._timer = timer or Timer()
         self._metrics: dict[str, float] = {}
         self._vals: dict[str, tuple[float, float]] = {}  # by metric: the last value, the best
-        self._initial: set[str] = set()  # metrics that only step 0 has measured
         for row in history:
-            self._remember_val(row["step"], row)
+            self._remember_val(row)
         self._step_ends: deque[float] = deque(maxlen=_STEPS_FOR_ETA + 1)
         self._shown_at = time.monotonic()
         self._display: _Display | None = None
@@ -104,7 +103,7 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that a step is done (0: the validation before training), with its metrics."""
         self._completed = step
-        self._remember_val(step, metrics)
+        self._remember_val(metrics)
         # One assignment: the display's thread may be drawing. What this step did not measure keeps its last value.
         self._metrics = {**self._metrics, **metrics}
         if step == 0:
@@ -129,15 +128,12 @@ class Progress:
     def _print_above(self, text: str) -> None:
         self._display.console.print(Text(text), soft_wrap=True)
 
-    def _remember_val(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _remember_val(self, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
             is_shown = name in (ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at("")) or is_accuracy_of_set(name)
             if value is not None and is_shown:
                 best = min if name == _LOSS else max
-                # The initial weights are no result of training.
-                is_first = name not in self._vals or name in self._initial
-                self._vals[name] = value, value if is_first else best(value, self._vals[name][1])
-                (self._initial.add if step == 0 else self._initial.discard)(name)
+                self._vals[name] = value, best(value, self._vals.get(name, (value, value))[1])
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._completed:>{len(str(self._total))}}/{self._total}"]

@@ -137,7 +137,7 @@ def compare_runs(
         raise UserError(f"--metric={metric}: no run has logged it; {meant}")
     metric, mode = _compared_by(runs[0], metric)
     best = {run.path: find_best(run.rows, metric, mode) for run in runs}
-    runs.sort(key=lambda run: _rank(best[run.path], mode))
+    runs.sort(key=lambda run: _rank(run, best[run.path], metric, mode))
     keys = differing_keys(runs)
     # The keys that a command of the runs names come first.
     named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
@@ -180,12 +180,14 @@ def _results(run: Run, keys: list[str], metric: str, best: Best | None) -> dict[
     """Return a row of the table, by column."""
     row: dict[str, Any] = {"run": _name(run)}
     row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
-    row |= {f"best {metric}": best and best.value, "at step": best and best.step}
+    row |= {"start": best and best.start, f"best {metric}": best and best.value, "at step": best and best.step}
     return row | {"last": (values_of(run.rows, metric) or [None])[-1], "steps": run.steps}
 
 
-def _rank(best: Best | None, mode: str) -> tuple[bool, float]:
-    return best is None, 0.0 if best is None else best.value * (-1 if mode == "max" else 1)
+def _rank(run: Run, best: Best | None, metric: str, mode: str) -> tuple[bool, float, float]:
+    """Return what orders runs: those with the same start, which they have not beaten, by their last value."""
+    sign = -1 if mode == "max" else 1
+    return best is None, sign * (best.value if best else 0.0), sign * (values_of(run.rows, metric) or [0.0])[-1]
 
 
 def _print_table(rows: list[dict[str, Any]], keys: list[str]) -> None:

@@ -14,7 +14,8 @@ function runsTab() {
 function runCard(run, i) {
   const [metric, mode] = run.compared, curve = entryOf(run.curves, metric), better = mode === "min" ? Math.min : Math.max;
   const values = curve ? curve[1].filter((value) => value !== null) : [];
-  const best = values.length ? `${metric} ${figure(values.reduce((a, b) => better(a, b)))}` : "–";
+  const value = values.reduce((a, b) => better(a, b), values[0]), step = curve && curve[0][curve[1].indexOf(value)];
+  const best = values.length ? `${metric} ${figure(value)} at ${step === 0 ? "the start" : `step ${step}`}` : "–";
   const config = el("table", { class: "config" });
   const search = el("input", { id: `config-${i}`, type: "search", placeholder: "config keys",
     input: () => draw(search.value) });

@@ -45,7 +45,7 @@ def test_the_result_lists_best_value_checkpoints_and_exports_in_order(run):
     paths = {"run_dir": run, "ckpt_path": run / "checkpoints", "export_path": run / "exports"}
     paths = {name: str(path) for name, path in paths.items()}
     result = describe_result({**paths, "best_metric": "val/accuracy", "best_mode": "max"}, "finished")
-    assert result.best == Best("val/accuracy", 0.75, 2)
+    assert result.best == Best("val/accuracy", 0.75, 2, start=0.25)
     assert [path.rpartition("_")[2] for path in result.checkpoints] == ["2", "10"]
     assert [path.split("/")[-2] for path in result.exports] == ["global_step_2", "global_step_10"]
     assert result.report is None and len(result.metrics) == 4

@@ -61,7 +61,7 @@ def scored(root: Path, scores: dict[int, float | None], mode: str = "max") -> Ch
     """Checkpoints with these scores by step."""
     checkpoints = manager(root)
     for step, score in scores.items():
-        save(checkpoints, step, score=score, score_metric="val/accuracy", score_mode=mode)
+        save(checkpoints, step, score=score, score_metric="val/accuracy", score_mode=mode, score_of_start=0.5)
     return checkpoints
 
 
@@ -100,6 +100,13 @@ def test_the_best_and_the_latest_checkpoint_are_marked(mode, best, tmp_path, cap
     lines = capsys.readouterr().out.splitlines()
     assert lines[best].endswith("  sizes agree  best") and lines[5].endswith("latest")
     assert "     0.75  sizes" in lines[2] and lines[6] == "score: val/accuracy at that step"
+    assert lines[7] == "the start: 0.5"
+
+
+def test_a_start_that_no_checkpoint_has_beaten_is_named(tmp_path, capsys):
+    scored(tmp_path, {1: 0.5, 2: 0.25})
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "the start: 0.5, which no checkpoint has beaten" in capsys.readouterr().out.splitlines()
 
 
 def test_scores_of_another_metric_do_not_count_for_the_best(tmp_path, capsys):

@@ -42,13 +42,13 @@ def test_the_best_validation_of_earlier_processes_counts(capsys):
     assert "val 0.600 best 0.900" in capsys.readouterr().out
 
 
-def test_start_weights_are_no_result_of_training(capsys):
+def test_start_weights_may_be_the_best(capsys):
     with Progress(12, history=[{"step": 0, "val/accuracy": 0.9}, {"step": 1}]) as progress:
         progress.update(2, {"val/accuracy": 0.5})
-        progress.update(3, {"val/accuracy": 0.6})
+        progress.update(3, {"val/accuracy": 0.95})
         progress.update(4, {"val/accuracy": 0.4})
     second, third, fourth = capsys.readouterr().out.splitlines()
-    assert "val 0.500 best 0.500" in second and "val 0.600 best 0.600" in third and "val 0.400 best 0.600" in fourth
+    assert "val 0.500 best 0.900" in second and "val 0.950 best 0.950" in third and "val 0.400 best 0.950" in fourth
 
 
 def test_a_supervised_run_shows_its_loss(capsys):

@@ -54,9 +54,9 @@ def test_the_table_has_differing_keys_best_and_last_values_and_steps_with_the_be
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
     cells = [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
     assert cells == [
-        ["run", "lr", "best val/accuracy", "at step", "last", "steps"],
-        ["better", "0.25", "0.75", "2", "0.625", "3"],
-        ["worse", "0.5", "0.5", "1", "0.125", "2"],
+        ["run", "lr", "start", "best val/accuracy", "at step", "last", "steps"],
+        ["better", "0.25", "0.25", "0.75", "2", "0.625", "3"],
+        ["worse", "0.5", "0.25", "0.5", "1", "0.125", "2"],
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -90,14 +90,16 @@ def test_a_run_without_the_metric_comes_last(runs, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-3].split("│")[1].strip() == "empty"
 
 
-def test_start_weights_are_no_result_of_training(tmp_path, capsys):
-    """Step 0 counts only in a run that has measured nothing later."""
+def test_runs_that_have_not_beaten_their_start_are_ordered_by_their_last_value(tmp_path, capsys):
+    """And a search, whose jobs have one start, compares what they have learnt."""
     runs = [
         write_run(tmp_path / name, values) for name, values in (("a", [0.9, 0.5]), ("b", [0.9, 0.75]), ("c", [0.25]))
     ]
     assert main([*runs, "--out", str(tmp_path / "x.png")]) == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert [(row[1].strip(), row[2].strip()) for row in rows] == [("b", "0.75"), ("a", "0.5"), ("c", "0.25")]
+    assert [[row[i].strip() for i in (1, 2, 3, 4)] for row in rows] == [
+        ["b", "0.9", "0.9", "0"], ["a", "0.9", "0.9", "0"], ["c", "0.25", "0.25", "0"]
+    ]  # fmt: skip
     assert [best_value(compose([f"trainer.run_dir={run}"])) for run in runs] == [0.5, 0.75, 0.25]
 
 
@@ -131,7 +133,7 @@ def test_of_many_keys_those_of_the_commands_are_shown(tmp_path, capsys):
     assert capsys.readouterr().err == "error: no/run: no such directory\n"
 
 
-RESULTS = ["best val/accuracy", "at step", "last", "steps"]
+RESULTS = ["start", "best val/accuracy", "at step", "last", "steps"]
 
 
 def test_a_program_reads_the_table_as_json(tmp_path, capsys, monkeypatch):
@@ -142,6 +144,7 @@ def test_a_program_reads_the_table_as_json(tmp_path, capsys, monkeypatch):
     assert first == {
         "run": "run2",
         "trainer.key_01": 2,
+        "start": 0.5,
         "best val/accuracy": 0.5,
         "at step": 0,
         "last": 0.5,
