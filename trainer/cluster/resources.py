@@ -14,10 +14,8 @@ FindGpus = Callable[[int], Sequence[Mapping[str, Any]]]
 
 
 def rank_groups(cfg: Config) -> int:
-    """Return the number of worker groups for ranks: one for all roles, or one for each role; 0: no ranks are needed."""
-    if not cfg.task.trains:
-        return 0
-    return 1 if cfg.trainer.colocate_roles else len(cfg.roles)
+    """Return the number of worker groups for ranks: one for all roles; 0: no ranks are needed."""
+    return int(cfg.task.trains)
 
 
 def gpus_per_engine(cfg: Config, device: str) -> int:

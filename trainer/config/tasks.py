@@ -152,7 +152,7 @@ def reference_role(config: Config) -> RoleSpec:
     """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step."""
     t, interval = config.trainer, config.algorithm.ref_sync_interval
     is_copied = interval > 0
-    is_policy_base = t.policy.lora.rank is not None and t.colocate_roles and not is_copied
+    is_policy_base = t.policy.lora.rank is not None and not is_copied
     return RoleSpec(
         "reference",
         saved=is_copied,

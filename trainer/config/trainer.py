@@ -132,9 +132,6 @@ class TrainerConfig(Section):
     attention heads, of key and value heads, and of tokens in the vocabulary."""
     device: str = choice("auto", ("auto", "cpu", "cuda"), resume="rounding")
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has it and the installed vLLM can use it."""
-    colocate_roles: bool = setting(True, resume="rounding")
-    """Policy, critic and reference share the ranks: one process per rank holds all of them. false: each role gets
-    `num_workers` ranks of its own."""
     deterministic: bool = setting(False, resume="rounding")
     """Make runs on GPUs repeat to the last bit: ranks and engines use deterministic kernels, vLLM computes a sequence
     in the same way in any batch, and requests go to engines by plan, not by which engine is free first. It costs speed.

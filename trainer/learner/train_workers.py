@@ -82,17 +82,14 @@ class StoredBatch:
 
 
 class TrainWorkers:
-    """Policy, critic and reference over their rank actors.
-
-    With `trainer.colocate_roles` one process per rank hosts all roles; else each role has its own processes.
-    """
+    """Policy, critic and reference over their rank actors, each of which hosts all roles."""
 
     def __init__(self, cfg: Config, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
         self.roles = {spec.name: spec for spec in cfg.roles}
         self.saved_roles = [spec.name for spec in cfg.roles if spec.saved]
-        self._groups: dict[str, WorkerGroup] = {}
+        self._group: WorkerGroup | None = None
         self._known_limits: dict[str, tuple[list[int], Limits]] = {}
         self.accepted: list[str] = []
         """What models compute otherwise than their own classes, accepted by `model.check=accept`."""
@@ -103,19 +100,18 @@ class TrainWorkers:
         self._known_limits.clear()
         env = rank_environment(self.cluster.device, os.environ, self.cfg.trainer.deterministic)
         count = self.cluster.count_ranks()
-        hosts = [tuple(self.roles)] if self.cfg.trainer.colocate_roles else [(role,) for role in self.roles]
-        for hosted in hosts:
-            name = "rank" if len(hosted) > 1 else f"{hosted[0]} rank"
-            group = self.cluster.launch_ranks(name, functools.partial(_build_rank, self.cfg), env, count)
-            self._groups.update(dict.fromkeys(hosted, group))
+        name = "rank" if len(self.roles) > 1 else "policy rank"
+        self._group = self.cluster.launch_ranks(name, functools.partial(_build_rank, self.cfg), env, count)
 
     @property
     def policy(self) -> WorkerGroup:
-        return self._groups["policy"]
+        """The ranks, each of which hosts the policy and all other roles."""
+        assert self._group is not None
+        return self._group
 
     @property
     def count(self) -> int:
-        """Number of ranks of each role."""
+        """Number of ranks."""
         return len(self.policy)
 
     @property
@@ -128,30 +124,28 @@ class TrainWorkers:
 
     def begin(self, model_path: str) -> Callable[[], None]:
         """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
-        hosts = self._hosts()
-        calls = [group.start("connect", self.cluster.rendezvous_address(group)) for group, _ in hosts]
+        connected = self.policy.start("connect", self.cluster.rendezvous_address(self.policy))
         paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
-        specs = {name: dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()}
-        builds = [group.start("build", [specs[role] for role in roles], model_path) for group, roles in hosts]
+        specs = [dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()]
+        built = self.policy.start("build", specs, model_path)
 
         def wait() -> None:
-            for call in calls:
-                call.result()
-            self.accepted = _accepted({key: one for call in builds for key, one in call.result()[0].items()})
+            connected.result()
+            self.accepted = _accepted(built.result()[0])
 
         return wait
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role` on all its ranks; returns the answer of rank 0."""
-        return self._groups[role].call("call", role, method, *args, **kwargs)[0]
+        return self.policy.call("call", role, method, *args, **kwargs)[0]
 
     def call_one(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method`, which is no collective, on rank 0 alone."""
-        return self._groups[role].call_one(0, "call", role, method, *args, **kwargs)
+        return self.policy.call_one(0, "call", role, method, *args, **kwargs)
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> CallFutures:
         """Begin `method` on all ranks of `role`; `result()` waits for it."""
-        return self._groups[role].start("call", role, method, *args, **kwargs)
+        return self.policy.start("call", role, method, *args, **kwargs)
 
     def score(self, role: str, output: str, batch: StoredBatch) -> np.ndarray:
         """Return the `output` `(B, T)` of a role for a batch: `logprobs`, `values` or `is_likeliest`."""
@@ -176,12 +170,12 @@ class TrainWorkers:
     def _call_shares(self, role: str, method: str, batch: StoredBatch, *args: Any) -> list[Any]:
         """Call `method` of a role on all its ranks, each with its share of a batch; return their answers."""
         shares = batch.shares(*self._limits(role))
-        return self._groups[role].call_each("call", [(role, method, share, *args) for share in shares])
+        return self.policy.call_each("call", [(role, method, share, *args) for share in shares])
 
     def _limits(self, role: str) -> tuple[list[int], Limits]:
         """Return which share each rank of a role computes, and what decides their micro-batches."""
         if role not in self._known_limits:
-            answers = self._groups[role].call("call", role, "limits")
+            answers = self.policy.call("call", role, "limits")
             self._known_limits[role] = [index for index, _ in answers], answers[0][1]
         return self._known_limits[role]
 
@@ -208,11 +202,9 @@ class TrainWorkers:
 
         What this returns, called on any thread, waits for it and returns the files of all ranks.
         """
-        saving = []
-        for group, roles in self._saved_hosts():
-            group.call("begin_save", roles, files)
-            saving.append(group.start_background("finish_save"))
-        return lambda: [entry for pending in saving for entries in pending.result() for entry in entries]
+        self.policy.call("begin_save", self.saved_roles, files)
+        pending = self.policy.start_background("finish_save")
+        return lambda: [entry for entries in pending.result() for entry in entries]
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
         """Call `method` of a copy of `value` in these rank processes (None: in all), while they do other things.
@@ -225,18 +217,11 @@ class TrainWorkers:
         Raises:
             OSError: the ranks have ended.
         """
-        groups = list(dict.fromkeys(self._groups.values()))
-        if not groups:
+        if self._group is None:
             raise OSError("the ranks have ended")
-        answers: dict[int, Any] = {}
-        pending, first = [], 0
-        for group in groups:
-            workers = [i for i in range(len(group)) if numbers is None or first + i in numbers]
-            pending.append((first, workers, group.start_background("ask", value, method, *args, workers=workers)))
-            first += len(group)
-        for first, workers, calls in pending:
-            answers |= zip([first + i for i in workers], calls.result(), strict=True)
-        return answers
+        workers = [i for i in range(len(self._group)) if numbers is None or i in numbers]
+        calls = self._group.start_background("ask", value, method, *args, workers=workers)
+        return dict(zip(workers, calls.result(), strict=True))
 
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
         """Restore the state of `role`.
@@ -254,22 +239,19 @@ class TrainWorkers:
             needed: bytes that an engine will take of the GPU of a rank of the policy (see `Rank.release_memory`).
             colocated: the ranks of the policy that share their GPU with an engine.
         """
-        for group, _ in self._hosts():
-            group.call("release_memory", *((needed, tuple(colocated)) if group is self.policy else ()))
+        self.policy.call("release_memory", needed, tuple(colocated))
 
     def pop_stall_seconds(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
-        return max(seconds for group, _ in self._hosts() for seconds in group.call("pop_stall_seconds"))
+        return max(self.policy.call("pop_stall_seconds"))
 
     def start_profile(self, directory: str) -> None:
         """Profile all ranks until `stop_profile`, which writes the files to `directory`."""
-        for group, _ in self._hosts():
-            group.call("start_profile", directory, group.name.replace(" ", "_"))
+        self.policy.call("start_profile", directory, self.policy.name.replace(" ", "_"))
 
     def stop_profile(self) -> None:
         """End the profiles."""
-        for group, _ in self._hosts():
-            group.call("stop_profile")
+        self.policy.call("stop_profile")
 
     def peak_flops(self) -> float | None:
         """FLOP/s of the policy's ranks together, by the data sheet of their GPU. None: there is none."""
@@ -295,25 +277,9 @@ class TrainWorkers:
 
     def release(self) -> None:
         """End the processes, and release their CPUs and GPUs. `launch` starts new ones."""
-        groups, self._groups = dict.fromkeys(self._groups.values()), {}
-        for group in groups:
+        group, self._group = self._group, None
+        if group is not None:
             self.cluster.release(group)
-
-    def _hosts(self) -> list[tuple[WorkerGroup, list[str]]]:
-        """Each group once, with the roles it hosts."""
-        hosts: list[tuple[WorkerGroup, list[str]]] = []
-        for role in self.roles:
-            group = self._groups[role]
-            if hosts and hosts[-1][0] is group:
-                hosts[-1][1].append(role)
-            else:
-                hosts.append((group, [role]))
-        return hosts
-
-    def _saved_hosts(self) -> list[tuple[WorkerGroup, list[str]]]:
-        """Each group that hosts roles with a state of their own, with these roles."""
-        hosts = [(group, [role for role in roles if role in self.saved_roles]) for group, roles in self._hosts()]
-        return [(group, roles) for group, roles in hosts if roles]
 
 
 def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:

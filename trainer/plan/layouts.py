@@ -84,8 +84,7 @@ _CHECKPOINTING = "activation_checkpointing"
 
 def _multiple(cfg: Config, gpus: int) -> int:
     """Return the most ranks of a role that these GPUs have room for, as a multiple of those that the axes need."""
-    groups = 1 if cfg.trainer.colocate_roles else len(cfg.roles)
-    return gpus // groups // cfg.trainer.layout_size * cfg.trainer.layout_size
+    return gpus // cfg.trainer.layout_size * cfg.trainer.layout_size
 
 
 def _shared(cfg: Config, cluster: Cluster, size: int) -> Changes:

@@ -131,21 +131,13 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
     return Plan(cluster, count, workload, roles, tuple(members), engine, host, seconds, disk, tuple(problems))
 
 
-def _groups(cfg: Config, roles: Sequence[PlannedRole]) -> list[Sequence[PlannedRole]]:
-    """Return the roles of each group of ranks."""
-    if not roles:
-        return []
-    return [roles] if cfg.trainer.colocate_roles else [[role] for role in roles]
-
-
 def _members(
     cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], engine: PlannedEngine | None, workload: Workload
 ) -> list[Member]:
     device, members = cluster.device, []
     shared = engine is not None and engine.gpus > 0 and cfg.rollout.colocate
-    for group in _groups(cfg, roles):
-        phases = rank_phases(cfg, group, workload)
-        name = "rank" if len(group) == len(roles) else f"rank of the {group[0].spec.name}"
+    if roles:
+        phases, name = rank_phases(cfg, roles, workload), "rank"
         if shared:
             assert engine is not None
             phases, name = [_with_engine(phase, engine) for phase in phases], f"{name} and engine"
@@ -192,7 +184,7 @@ def _host(
     """Return the bytes of host memory on the fullest node, without those in shared memory."""
     device = cluster.device
     ranks = cfg.trainer.num_workers if device.is_cpu else min(cfg.trainer.num_workers, cluster.per_node)
-    host = DRIVER_BYTES + ranks * sum(host_bytes_of_rank(cfg, group) for group in _groups(cfg, roles))
+    host = DRIVER_BYTES + (ranks * host_bytes_of_rank(cfg, roles) if roles else 0)
     if device.is_cpu:
         processes = rank_groups(cfg) * cfg.trainer.num_workers + cfg.num_engines
         return host + sum(member.count * member.peak.total for member in members) + processes * PROCESS_BYTES["cpu"]
@@ -212,7 +204,7 @@ def _disk(cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], seconds: 
     if roles:
         itemsize = 4 if cfg.export_dtype == "float32" or cfg.export_dtype == "auto" and cluster.device.is_cpu else 2
         export = itemsize * roles[0].model.total
-    copied = max((sum(role.saved for role in group) for group in _groups(cfg, roles)), default=0)
+    copied = sum(role.saved for role in roles)
     nodes = max(1, min(cluster.nodes, math.ceil(t.num_workers / cluster.per_node)))
     write = checkpoint / (STORAGE * nodes)
     save = copied / cluster.device.pcie + write

@@ -78,15 +78,6 @@ def test_what_has_no_room_is_named(cfg, node, cpu):
     assert any(problem.startswith("host memory: ") for problem in make_plan(cfg, cpu, traced=False).problems)
 
 
-def test_roles_on_ranks_of_their_own_need_more_gpus(cfg, node):
-    cfg.trainer.colocate_roles, cfg.algorithm.kl_coef = False, 0.1
-    on_two_halves(cfg)
-    cfg.trainer.num_workers, cfg.rollout.num_engines = 3, 2
-    plan = make_plan(cfg, node, traced=False)
-    assert plan.fits and plan.gpus == 8
-    assert [member.name for member in plan.members] == ["rank of the policy", "rank of the reference", "engine"]
-
-
 def test_supervised_training_has_no_engines(cfg, node):
     cfg.trainer.task, cfg.rollout.colocate, cfg.trainer.offload = "sft", False, "none"
     plan = make_plan(cfg, node, traced=False)
