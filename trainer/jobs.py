@@ -65,8 +65,8 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
                 LOG.warning("%s; the run continues, because it has trained before", sentence)
         with contextlib.ExitStack() as ends:
             server = None
-            if (port := cfg.logger.prometheus_port) is not None:
-                server = ends.enter_context(MetricsServer(cfg.logger.prometheus_host, port, t.run_name, total))
+            if cfg.logger.prometheus is not None:
+                server = ends.enter_context(MetricsServer(*cfg.logger.prometheus_address, t.run_name, total))
             ends.callback(clear_abandoned)  # the ranks, which are killed, may keep weights for engines in shared memory
             with stage("importing transformers"):
                 import_configs()  # while Ray starts; the tokenizers follow while ranks do

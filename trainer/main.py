@@ -37,8 +37,8 @@ def prepare(cfg: Config) -> str:
         if t.resume_mode in (None, "none") and has_metrics(t.run_dir):
             raise second_run(t.run_dir)
         _check_metrics(cfg)
-        if cfg.logger.sink.name is not None:
-            find_sink(cfg.logger.sink)
+        for sink in cfg.logger.sinks:
+            find_sink(sink)
         return _check_machine(cfg)
 
 

@@ -50,7 +50,9 @@ class AgentServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agent endpoint", daemon=True)
 
     def __enter__(self) -> Self:
-        listener = listen(self._host, self._port, "environment.agent_")
+        listener = listen(
+            self._host, self._port, f"environment.agent_host={self._host} environment.agent_port={self._port}"
+        )
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self._url = (self._url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
         self._thread.start()

@@ -16,7 +16,7 @@ from trainer.config.algorithm import (
 from trainer.config.data import DataConfig, SFTConfig, ValSetConfig
 from trainer.config.engines import ENGINES, EngineSpec, TransportSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
-from trainer.config.logger import LoggerConfig, SinkConfig
+from trainer.config.logger import LoggerConfig
 from trainer.config.model import (
     CriticConfig,
     FSDPConfig,

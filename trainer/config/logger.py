@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, choices, number, open_section, setting, subsection
+from trainer.config.fields import Section, number, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -16,33 +16,21 @@ SERVICES = ("wandb", "mlflow", "trackio", "tensorboard")
 
 
 @dataclass
-class SinkConfig(Section):
-    name: str | None = setting(None, resume="harmless")
-    """Import path `package.module:Class` of a sink of your own, for metrics and samples (see docs/extending.md). null:
-    there is none."""
-    kwargs: dict[str, Any] = open_section(resume="harmless")
-    """Arguments for the class, by name."""
-
-
-@dataclass
 class LoggerConfig(Section):
-    sink: SinkConfig = subsection(SinkConfig)
-    """Another service, or a file of your own."""
-    services: list[str] = choices(SERVICES, resume="harmless")
+    services: list[str] = setting(default_factory=list, resume="harmless")
     """Services that get the metrics (docs/metrics.md), any of `wandb` (W&B reads WANDB_MODE, WANDB_ENTITY, WANDB_TAGS,
     WANDB_NOTES and WANDB_RUN_GROUP), `mlflow` (the server or database of MLFLOW_TRACKING_URI, or else
     `{run_dir}/mlflow.db`; needs the extra `mlflow`), `trackio` (the database in the directory TRACKIO_DIR; needs the
-    extra `trackio`) and `tensorboard` (`{run_dir}/tensorboard`)."""
+    extra `trackio`), `tensorboard` (`{run_dir}/tensorboard`), and sinks of your own by their import paths
+    `package.module:Class` (docs/extending.md)."""
     project: str = setting("trainer", resume="harmless")
     """Project of the run in W&B and Trackio, and its experiment in MLflow."""
     name: str = setting("${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Name of the run in these services. In a `-m` sweep each job's overrides are appended."""
-    prometheus_port: int | None = number(None, at_least=1, at_most=65535, resume="harmless")
-    """TCP port on which the run serves its metrics to Prometheus (`/metrics`), and its health (`/health`). null: no
-    server."""
-    prometheus_host: str = setting("127.0.0.1", resume="harmless")
-    """Address on which that server listens. There is no password: with another address than the loopback one, everybody
-    who reaches the machine reads the metrics."""
+    prometheus: str | None = setting(None, resume="harmless")
+    """TCP port on which the run serves its metrics to Prometheus (`/metrics`), and its health (`/health`), such as
+    `9400`, or `HOST:PORT`. The host is 127.0.0.1 by default. There is no password: with another address than the
+    loopback one, everybody who reaches the machine reads the metrics. null: no server."""
     trace: bool = setting(False, resume="harmless")
     """Write a timeline of what all processes of the job do to `{run_dir}/trace.json`, for Perfetto
     (https://ui.perfetto.dev), up to 256 MiB."""
@@ -59,18 +47,24 @@ class LoggerConfig(Section):
     log-probs, entropies and advantages, in `{run_dir}/rollouts/step_N.arrow`. false: those of the first step and of
     every tenth one, for people to look at."""
 
+    @property
+    def sinks(self) -> list[str]:
+        """The import paths in `services`."""
+        return [service for service in self.services if ":" in service]
+
+    @property
+    def prometheus_address(self) -> tuple[str, int]:
+        """Host and port of `prometheus`. ValueError: it has no port."""
+        host, _, port = str(self.prometheus).rpartition(":")
+        return host.strip("[]") or "127.0.0.1", int(port)
+
     def keeps_rollouts(self, step: int) -> bool:
         """Return whether the episodes of a step are kept."""
         return self.save_rollouts or step == 1 or step % 10 == 0
 
     def without_services(self) -> LoggerConfig:
         """Return the section for a run within this one, whose metrics nobody follows."""
-        return dataclasses.replace(
-            self,
-            services=[],
-            sink=SinkConfig(),
-            prometheus_port=None,
-        )
+        return dataclasses.replace(self, services=[], prometheus=None)
 
 
 @dataclass

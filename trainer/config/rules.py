@@ -20,6 +20,7 @@ from trainer.config.algorithm import CORRECTIONS, correction_of, saved_correctio
 from trainer.config.data import GENERATORS, DataConfig, NamedData, SourceConfig, ValSetConfig
 from trainer.config.engines import engines_with, find_transport
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
+from trainer.config.logger import SERVICES, LoggerConfig
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, instead_of, is_name
@@ -246,8 +247,6 @@ def check_algorithm(config: Config) -> Rules:
     if a.ref_sync_interval > 0:
         key = "algorithm.ref_sync_interval"
         yield "ref_logprobs" not in a.reads, key, "there is no reference model with algorithm.kl_coef=0"
-        problem = "needs trainer.colocate_roles=true: the reference takes the weights of the policy beside it"
-        yield not config.trainer.colocate_roles, key, problem
     if a.dynamic_sampling:
         check_group_size(config, "algorithm.dynamic_sampling")
 
@@ -464,11 +463,24 @@ def check_sft(config: Config) -> Rules:
 
 @_rules_of("logger")
 def check_logger(config: Config) -> Rules:
-    """Services whose package is missing."""
+    """Services that nobody knows, or whose package is missing, and no port."""
+    for service in config.logger.services:
+        problem = f"choose from {', '.join(SERVICES)}, or an import path package.module:Class"
+        yield service not in (*SERVICES, *config.logger.sinks), "logger.services", problem
+    if config.logger.prometheus is not None:
+        problem = "must be a port from 1 to 65535, or HOST:PORT"
+        yield not _is_port(config.logger), "logger.prometheus", problem
     for service in ("mlflow", "trackio"):  # the package and the extra have the name of the service
         is_missing = service in config.logger.services and importlib.util.find_spec(service) is None
         problem = f"the package {service} is missing; install the extra `{service}` (docs/install.md)"
         yield is_missing, "logger.services", problem
+
+
+def _is_port(logger: LoggerConfig) -> bool:
+    try:
+        return 1 <= logger.prometheus_address[1] <= 65535
+    except ValueError:
+        return False
 
 
 @_rules_of("plan")
@@ -524,7 +536,4 @@ def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, Res
     if config.algorithm.adapts_kl and "kl_target" in saved.config.get("algorithm", {}).get("options", {}):
         reason = "the adaptive controller has steered the weight since"
         rules["algorithm.kl_coef"] = ResumeRule("never", reason, ("state",))
-    # It matters where an environment writes conversations by the template of a model.
-    if config.model.path is None or not any(one.name is not None for one in config.environments):
-        rules["model.tool_format"] = HARMLESS
     return rules

@@ -15,13 +15,13 @@ READ = (
     *(f"trainer.{name}" for name in ("task", "run_name", "run_dir", "seed", "device", "deterministic", "ray_address")),
     *(f"trainer.{name}" for name in ("placement_timeout_s", "max_restarts", "profile", "policy.lora.*")),
     *(f"model.{name}" for name in ("path", "cache_dir", "check", "trust_remote_code", "chat_template*")),
-    *("model.tool_format", "reward.*", "environment.*"),
+    *("reward.*", "environment.*"),
     *(f"data.{name}" for name in ("val_*", "prompt_key", "answer_key", "messages_key", "synthetic*", "train_size")),
     "data.system_prompt",
     *(f"rollout.{name}" for name in ("engine*", "urls", "num_engines", "tensor_parallel_size")),
     *(f"rollout.{name}" for name in ("max_*_tokens", "temperature", "top_*", "val_n", "dtype", "max_logprob_diff")),
-    *(f"rollout.{name}" for name in ("max_num_seqs", "kv_cache_mb", "gpu_memory_utilization")),
-    *("rollout.lora_sync", "rollout.journal", "logger.trace*", "logger.progress", "logger.sink.*"),
+    *(f"rollout.{name}" for name in ("max_num_seqs", "gpu_memory_utilization")),
+    *("rollout.lora_sync", "rollout.journal", "logger.trace*"),
 )
 """The keys that an evaluation reads. A new key is refused until it stands here."""
 

@@ -36,7 +36,8 @@ def run(cfg: Config) -> None:
         WorkerError: the engine does not start.
     """
     token = check(cfg)
-    with listen(cfg.inference.host, cfg.inference.port, "inference.") as listener, _model(cfg) as (path, name):
+    named = f"inference.host={cfg.inference.host} inference.port={cfg.inference.port}"
+    with listen(cfg.inference.host, cfg.inference.port, named) as listener, _model(cfg) as (path, name):
         try:
             asyncio.run(_serve(cfg, token, listener, path, name))
         except Stopped:

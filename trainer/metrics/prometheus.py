@@ -26,7 +26,7 @@ from trainer.process.signals import SIGNALS, Progress
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-_KEYS = "logger.prometheus_"
+_KEY = "logger.prometheus"
 _PREFIX = "trainer_"
 
 
@@ -59,7 +59,7 @@ class MetricsServer(Sink):
         self._step: tuple[int, float] | None = None  # the last step, and when it was logged
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        listener = listen(host, port, _KEYS)
+        listener = listen(host, port, f"{_KEY}={host}:{port}")
         self._server = ThreadingHTTPServer(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self._server.socket.close()
         self._server.socket, self._server.daemon_threads = listener, True
@@ -69,7 +69,7 @@ class MetricsServer(Sink):
             self._server.server_activate()
         except OSError as error:
             listener.close()
-            raise UserError(f"{_KEYS}host={host} {_KEYS}port={port}: cannot listen there ({error.strerror})") from error
+            raise UserError(f"{_KEY}={host}:{port}: cannot listen there ({error.strerror})") from error
 
     @property
     def address(self) -> tuple[str, int]:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.config import LoggerConfig, SinkConfig
+from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.files.redaction import redact_command, redact_text
 from trainer.import_utils import import_function, problem_of_method, user_code
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-KEY = "logger.sink.name"
+KEY = "logger.services"
 
 _METHODS = {"start": ("rows", "step"), "log": ("step", "values"), "samples": ("step", "samples"), "end": ("exit_code",)}
 """The methods of a sink, and what they get."""
@@ -70,12 +70,11 @@ def group_of(logger: LoggerConfig, config: Mapping[str, Any]) -> str | None:
 
 
 class OwnSink(Sink):
-    """A `Sink` around that of `logger.sink`, whose exceptions name it. UserError: the sink cannot be built."""
+    """A `Sink` around that of an import path, whose exceptions name it. UserError: the sink cannot be built."""
 
-    def __init__(self, run_dir: str, sink: SinkConfig, config: Mapping[str, Any]) -> None:
-        self._name = sink.name
-        kind = find_sink(sink)
-        self._sink: Sink = self._call(kind, run_dir, config, **sink.kwargs)
+    def __init__(self, run_dir: str, path: str, config: Mapping[str, Any]) -> None:
+        self._name = path
+        self._sink: Sink = self._call(find_sink(path), run_dir, config)
 
     def start(self, rows: Rows, step: int) -> None:
         self._call(self._sink.start, rows, step)
@@ -89,19 +88,18 @@ class OwnSink(Sink):
     def end(self, exit_code: int) -> None:
         self._call(self._sink.end, exit_code)
 
-    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with user_code(f"{KEY}={self._name}: {{}}", has_place=True):
-            return function(*args, **kwargs)
+            return function(*args)
 
 
-def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
+def find_sink(path: str) -> Callable[..., Sink]:
     """Import the class of a sink.
 
     Raises:
         UserError: there is none, or it lacks a method, or calls of it would fail.
     """
-    assert sink.name is not None
-    kind = import_function(sink.name, KEY)
+    kind = import_function(path, KEY)
     for name, arguments in _METHODS.items():
         problem = None
         if not callable(method := getattr(kind, name, None)):
@@ -109,13 +107,11 @@ def find_sink(sink: SinkConfig) -> Callable[..., Sink]:
         elif inspect.iscoroutinefunction(method):
             problem = f"{name} is async, and nothing awaits it; put what takes long on a thread"
         if problem := problem or problem_of_method(kind, name, arguments):
-            raise UserError(f"{KEY}={sink.name}: {problem}")
+            raise UserError(f"{KEY}={path}: {problem}")
     try:
-        inspect.signature(kind).bind("", {}, **sink.kwargs)
+        inspect.signature(kind).bind("", {})
     except TypeError as error:
-        raise UserError(
-            f"{KEY}={sink.name}: {error}; it gets run_dir, config, and each logger.sink.kwargs.NAME by name"
-        ) from error
+        raise UserError(f"{KEY}={path}: {error}; it gets run_dir and config") from error
     return kind
 
 

@@ -87,9 +87,9 @@ class Tracker:
             services["trackio_run_id"] = partial(Trackio, logger, config)
         if "tensorboard" in logger.services:
             self._sinks.append(TensorBoard(run_dir))
-        if logger.sink.name is not None:
+        for sink in logger.sinks:
             with self._left_out_if_it_fails():
-                self._sinks.append(OwnSink(run_dir, logger.sink, config))
+                self._sinks.append(OwnSink(run_dir, sink, config))
         for name, open_service in services.items():
             with self._left_out_if_it_fails():
                 service = open_service(self._run_ids.get(name))

@@ -30,12 +30,12 @@ def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
     environment.setdefault("VLLM_HOST_IP", address)
 
 
-def listen(host: str, port: int, keys: str) -> socket.socket:
+def listen(host: str, port: int, named: str) -> socket.socket:
     """Return a socket that is bound to an address of this machine.
 
     Args:
         port: 0: a free one.
-        keys: what the config keys `<keys>host` and `<keys>port` begin with.
+        named: how the config names the address, for the error.
 
     Raises:
         UserError: it cannot be bound there.
@@ -47,7 +47,7 @@ def listen(host: str, port: int, keys: str) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except OSError as error:
-            raise UserError(f"{keys}host={host} {keys}port={port}: cannot listen there ({error.strerror})") from error
+            raise UserError(f"{named}: cannot listen there ({error.strerror})") from error
         stack.pop_all()
         return listener
 

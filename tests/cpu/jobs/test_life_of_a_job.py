@@ -26,7 +26,7 @@ def test_a_job_stops_on_request_and_resumes_from_the_last_good_checkpoint(tmp_pa
     base.append("trainer.policy.optimizer.scheduler=constant")  # `cosine` would see how many steps there are
     run, output = tmp_path / "outputs/default", ""
     with reserved_port() as port:
-        endless = ["trainer.total_steps=100000", f"logger.prometheus_port={port}"]
+        endless = ["trainer.total_steps=100000", f"logger.prometheus={port}"]
         job = start_forked_job(*base, *endless, cwd=tmp_path)
         for line in job.stdout:
             output += line

@@ -87,7 +87,7 @@ def test_every_expression_of_the_dashboard_gives_data_of_a_running_job(tmp_path)
     # The server binds with SO_REUSEADDR, so the port stays reserved.
     with reserved_port() as port, prometheus(tmp_path, port) as url:
         overrides = ["algorithm=ppo", "rollout.ahead=1", "trainer.total_steps=1000", "trainer.val_interval=2"]
-        overrides += ["trainer.run_name=mine.one", f"logger.prometheus_port={port}", f"trainer.run_dir={tmp_path}/run"]
+        overrides += ["trainer.run_name=mine.one", f"logger.prometheus={port}", f"trainer.run_dir={tmp_path}/run"]
         job = start_forked_job(*overrides, cwd=tmp_path, log=tmp_path / "log")
         try:
             while not query(url, "query", query="trainer_last_step >= 2")["result"]:

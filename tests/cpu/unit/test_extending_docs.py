@@ -105,7 +105,7 @@ def test_the_advantage(module):
 def test_the_service_for_metrics(module, tmp_path, caplog):
     module("my_sink", examples("A service for metrics")[0])
     cfg = compose(overrides("A service for metrics"))
-    find_sink(cfg.logger.sink)
+    find_sink(*cfg.logger.sinks)
 
     def stored(step: int, *steps: int, value: float = 0.5) -> list[tuple]:
         tracker = Tracker(str(tmp_path), cfg.logger, {})
@@ -113,14 +113,14 @@ def test_the_service_for_metrics(module, tmp_path, caplog):
         for one in steps:
             tracker.log(one, {"policy/kl": math.nan, "reward/mean": value})
         tracker.close()
-        table = sqlite3.connect(tmp_path / "table.db").execute("SELECT * FROM metrics ORDER BY step, name")
+        table = sqlite3.connect(tmp_path / "metrics.db").execute("SELECT * FROM metrics ORDER BY step, name")
         return [row for row in table if row[1] != "policy/kl" or row[2] is None]
 
     assert stored(-1, 1, 2, 3) == [(n, name, v) for n in (1, 2, 3) for name, v in KL_AND_REWARD]
     again = stored(2, 3, 4, value=0.75)
     assert [row[2] for row in again if row[1] == "reward/mean"] == [0.5, 0.5, 0.75, 0.75]
     assert len(again) == 8
-    assert "logger.sink" not in caplog.text
+    assert "logger.services" not in caplog.text
 
 
 def test_the_policy_loss(module):

@@ -30,18 +30,27 @@ def test_a_service_whose_package_is_missing_is_refused_with_the_extra_that_has_i
     assert str(refused.value) == f"logger.services=['{section}']: {problem}"
 
 
-@pytest.mark.parametrize("port", [0, 65536, -1])
-def test_a_port_that_is_none_is_refused(port):
-    with pytest.raises(UserError, match=rf"logger.prometheus_port={port}: must be at "):
-        config_of([f"logger.prometheus_port={port}"])
+def test_prometheus_gets_a_port_of_the_loopback_interface_or_another_address():
+    for address in ("0", "65536", "-1", "here", "0.0.0.0:"):
+        with pytest.raises(UserError, match=f"logger.prometheus={address}: must be a port"):
+            config_of([f"logger.prometheus='{address}'"])
+    for given, address in (("9400", "127.0.0.1"), ("0.0.0.0:9400", "0.0.0.0"), ("[::1]:9400", "::1")):
+        assert config_of([f"logger.prometheus='{given}'"]).logger.prometheus_address == (address, 9400)
+    assert config_of(["logger.prometheus=9400"]).logger.prometheus == "9400"
+
+
+def test_a_service_is_a_name_or_an_import_path():
+    assert config_of(["logger.services=[tensorboard,'mine:Sink']"]).logger.sinks == ["mine:Sink"]
+    with pytest.raises(UserError, match=r"logger.services=.*: choose from wandb, .*, or an import path"):
+        config_of(["logger.services=[wanb]"])
 
 
 def test_a_run_within_a_run_has_no_service():
-    logger = LoggerConfig(prometheus_port=9000, services=["wandb", "mlflow", "trackio"])
+    logger = LoggerConfig(prometheus="9000", services=["wandb", "mlflow", "trackio"])
     assert logger.without_services() == LoggerConfig()
 
 
 def test_a_resume_may_change_what_is_shown():
     changes = {key: rule.change for key, rule in resume_rules(config_of([])).items() if key.startswith("logger.")}
     assert changes == {f"logger.{key}": "harmless" for key, *_ in walk_keys(LoggerConfig())}
-    assert {"logger.progress", "logger.services", "logger.sink.kwargs"} <= set(changes)
+    assert {"logger.progress", "logger.services"} <= set(changes)

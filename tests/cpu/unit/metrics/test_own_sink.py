@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainer.config import LoggerConfig, SinkConfig, compose
+from trainer.config import LoggerConfig, compose
 from trainer.errors import UserError
 from trainer.main import prepare
 from trainer.metrics.samples import Transcript
@@ -18,7 +18,8 @@ CALLS = []
 
 
 class Own:
-    def __init__(self, run_dir, config, fails_at=None):
+    def __init__(self, run_dir, config):
+        fails_at = config.get("fails_at")
         if fails_at == "start":
             raise ValueError("no route to the service")
         self.fails_at = fails_at
@@ -49,6 +50,10 @@ class WithoutStep(Own):
 
 class Async(Own):
     async def log(self, step, values): ...
+
+
+class More(Own):
+    def __init__(self, run_dir, config, url): ...
 """
 
 
@@ -62,9 +67,8 @@ def calls(tmp_path, monkeypatch):
     return own_service.CALLS
 
 
-def tracker(tmp_path, **kwargs) -> Tracker:
-    sink = SinkConfig(name="own_service:Own", kwargs=kwargs)
-    return Tracker(str(tmp_path / "run"), LoggerConfig(sink=sink), config={})
+def tracker(tmp_path, **config) -> Tracker:
+    return Tracker(str(tmp_path / "run"), LoggerConfig(services=["own_service:Own"]), config)
 
 
 def test_a_sink_gets_each_step_and_at_a_restart_those_that_count(tmp_path, calls):
@@ -92,8 +96,8 @@ def test_a_sink_that_fails_is_left_out_until_the_next_start(tmp_path, calls, cap
     assert calls == [("start", [], -1), ("log", 1, 0.25)]
     assert [row["step"] for row in read_metrics(str(tmp_path / "run/metrics.jsonl"))] == [1, 2, 3]
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith("OwnSink gets no more steps (logger.sink.name=own_service:Own: ConnectionError: ")
-    assert "own_service.py:16, in log" in warning and warning.endswith("; metrics.jsonl has them all")
+    assert warning.startswith("OwnSink gets no more steps (logger.services=own_service:Own: ConnectionError: ")
+    assert "own_service.py:17, in log" in warning and warning.endswith("; metrics.jsonl has them all")
 
 
 def test_a_sink_that_cannot_be_built_ends_the_first_start_alone(tmp_path, calls, caplog):
@@ -111,17 +115,17 @@ def test_a_sink_that_cannot_be_built_ends_the_first_start_alone(tmp_path, calls,
 
 
 def test_a_sink_that_cannot_work_is_refused_before_anything_starts(tmp_path, calls):
-    for name, kwargs, problem in (
-        ("own_service:Half", {}, "has no method samples; it needs start, log, samples and end"),
-        ("own_service:WithoutStep", {}, "log: too many positional arguments; it gets step, values"),
-        ("own_service:Async", {}, "log is async, and nothing awaits it; put what takes long on a thread"),
-        ("own_service:Own", {"url": 1}, "got an unexpected keyword argument 'url'"),
-        ("own_service:Owm", {}, "own_service has no class Owm"),
-        ("own_servce:Own", {}, "cannot be imported"),
+    for name, problem in (
+        ("own_service:Half", "has no method samples; it needs start, log, samples and end"),
+        ("own_service:WithoutStep", "log: too many positional arguments; it gets step, values"),
+        ("own_service:Async", "log is async, and nothing awaits it; put what takes long on a thread"),
+        ("own_service:More", "missing a required argument: 'url'; it gets run_dir and config"),
+        ("own_service:Owm", "own_service has no class Owm"),
+        ("own_servce:Own", "cannot be imported"),
     ):
-        with pytest.raises(UserError, match="logger.sink") as refused:
-            find_sink(SinkConfig(name=name, kwargs=kwargs))
+        with pytest.raises(UserError, match="logger.services") as refused:
+            find_sink(name)
         assert problem in str(refused.value)
     with pytest.raises(UserError, match="own_service has no class Other"):
-        prepare(compose([f"trainer.run_dir={tmp_path}/run", "logger.sink.name=own_service:Other"]))
+        prepare(compose([f"trainer.run_dir={tmp_path}/run", "logger.services=['own_service:Other']"]))
     assert not (tmp_path / "run").exists()

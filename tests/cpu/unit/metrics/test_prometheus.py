@@ -166,10 +166,8 @@ def test_a_port_that_is_taken_and_a_host_of_another_machine_are_refused_in_a_sen
     _, port = server.address
     with pytest.raises(UserError) as refused:
         MetricsServer("127.0.0.1", port, "run", 1)
-    assert str(refused.value) == (
-        f"logger.prometheus_host=127.0.0.1 logger.prometheus_port={port}: cannot listen there (Address already in use)"
-    )
-    with pytest.raises(UserError, match=r"logger.prometheus_host=203.0.113.1 .*: cannot listen there"):
+    assert str(refused.value) == (f"logger.prometheus=127.0.0.1:{port}: cannot listen there (Address already in use)")
+    with pytest.raises(UserError, match=r"logger.prometheus=203.0.113.1:.*: cannot listen there"):
         MetricsServer("203.0.113.1", port, "run", 1)
 
 
