@@ -111,7 +111,7 @@ def make_model(path: str) -> None:
 def config(most: int, calls: str | None) -> Config:
     """Return the settings of a run. `calls`: see `main`; None: there is no environment."""
     cfg = Config(rollout=RolloutConfig(max_prompt_tokens=6000, max_response_tokens=_LONGEST, max_num_seqs=most))
-    cfg.rollout.kv_cache_mb = 512
+    cfg.rollout.engine_args = {"kv_cache_memory_bytes": 2**29}
     cfg.trainer.ray_address = "processes"
     if calls is not None:
         name = f"benchmarks.environments:{CLASSES[calls].__name__}"

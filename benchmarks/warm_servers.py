@@ -31,7 +31,7 @@ STEPS = 1000
 KILLED_AFTER = 3
 COMMON = (
     "data=reverse_text", "trainer.val_interval=-1", "trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=2",
-    "sft.steps=30", "logger.plot=false", "rollout.kv_cache_mb=64", f"trainer.total_steps={STEPS}",
+    "sft.steps=30", "logger.plot=false", f"trainer.total_steps={STEPS}",
 )  # fmt: skip
 """Overrides of the server and of both jobs."""
 _LONGEST_S = 900.0

@@ -91,7 +91,7 @@ def page() -> str:
     lines += ["## Shaping and sampling", ""]
     for name, key, doc in (
         ("overlong_penalty", "algorithm.overlong_buffer", advantages.overlong_penalty.__doc__),
-        ("informative_groups", "algorithm.filter_zero_variance", advantages.informative_groups.__doc__),
+        ("informative_groups", "algorithm.options.filter_zero_variance", advantages.informative_groups.__doc__),
     ):
         lines += [f"### `{name}`", "", f"`{key}`.", "", *markdown(doc or "")]
     return "\n".join([*lines, "## Keys", "", *keys("algorithm", AlgorithmConfig)]).rstrip()

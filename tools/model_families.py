@@ -57,7 +57,7 @@ LIMIT = 1e-4
 """Nats, and the relative difference of gradients: above it, a number is wrong and not rounding."""
 _LENGTHS = (2, 5, 11, 17, 23, 40)  # around the windows of 16 tokens
 _TIMEOUT_S = 600.0
-_ROLLOUT = RolloutConfig(max_prompt_tokens=64, max_response_tokens=16, max_num_seqs=8, kv_cache_mb=64)
+_ROLLOUT = RolloutConfig(max_prompt_tokens=64, max_response_tokens=16, max_num_seqs=8)
 _FORK = multiprocessing.get_context("fork")
 
 

@@ -31,7 +31,7 @@ _SMALL = ["sft.steps=30", "sft.optimizer.warmup_steps=5", "data.train_size=64", 
           "trainer.val_interval=3", "trainer.ckpt_interval=3", f"trainer.hf_save_interval={STEPS}",
           "logger.plot=false"]  # fmt: skip
 _ROLLOUTS = ["trainer.train_batch_size=8", "trainer.mini_batch_size=4", f"trainer.total_steps={STEPS}", "rollout.n=4",
-             "rollout.max_num_seqs=32", "rollout.kv_cache_mb=32"]  # fmt: skip
+             "rollout.max_num_seqs=32"]  # fmt: skip
 _CHATS = [f"sft.steps={STEPS}", "sft.batch_size=2", "sft.max_length=64", "data.synthetic=null", "data.train_size=-1"]
 RUNS: dict[str, tuple[str, list[str]]] = {
     "grpo": ("train", ["rollout.val_n=2"]),

@@ -34,7 +34,6 @@ _REWARD = ("reward.name=tests.support.hashed_reward:hashed", "reward.timeout_s=2
 _SERVED = (
     "rollout.engine=server",
     "rollout.max_num_seqs=32",
-    "rollout.kv_cache_mb=32",
 )
 _PROCESSES = ("trainer.ray_address=processes", "rollout=transformers")
 _AHEAD = ("ahead:begun", "ahead:generated")
@@ -130,7 +129,6 @@ KINDS = {
             "stream",
             "rollout=vllm",
             "rollout.max_num_seqs=32",
-            "rollout.kv_cache_mb=32",
             "trainer.num_workers=2",
             "environment.name=tests.support.environments:Dawdling",
             "environment.max_turns=3",
@@ -147,7 +145,6 @@ KINDS = {
             "in_flight",
             "rollout=vllm",
             "rollout.max_num_seqs=32",
-            "rollout.kv_cache_mb=32",
             "rollout.in_flight_updates=true",
             limits=_SLOW,
             is_exact=False,
@@ -157,7 +154,6 @@ KINDS = {
             "far_in_flight",
             "rollout=vllm",
             "rollout.max_num_seqs=32",
-            "rollout.kv_cache_mb=32",
             "rollout.in_flight_updates=true",
             "rollout.max_staleness=3",
             limits=_SLOW,
@@ -202,7 +198,6 @@ KINDS = {
                 *_ROLLOUTS,
                 *_REWARD,
                 "rollout.max_num_seqs=32",
-                "rollout.kv_cache_mb=32",
             ),
             limits=_SLOW,
             with_ray=True,

@@ -26,7 +26,7 @@ from trainer.models.tiny import TinyShape, build_tiny
 
 DISK_BYTES = 96 << 20
 _BUCKET = "soak"
-_SERVER = (*("rollout.kv_cache_mb=32", "rollout.max_response_tokens=256", "rollout.max_num_seqs=32"),)
+_SERVER = (*("rollout.max_response_tokens=256", "rollout.max_num_seqs=32"),)
 _SERVER_LIMITS = "SERVER_LEASE_S=5 SERVER_HANG_S=10"
 
 

@@ -14,7 +14,7 @@ from trainer.config import RolloutConfig
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.seeding import derive_seed
 
-ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64, kv_cache_mb=64)
+ROLLOUT = RolloutConfig(max_prompt_tokens=300, max_response_tokens=64, max_num_seqs=64)
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=16, stop_token_ids=())
 SAMPLED = Sampling(temperature=0.7, top_p=1.0, top_k=-1, max_tokens=16, stop_token_ids=())
 

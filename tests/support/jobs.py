@@ -31,7 +31,6 @@ SMALL = [
     "trainer.ckpt_interval=1",
     "rollout.n=4",
     "rollout.max_num_seqs=32",
-    "rollout.kv_cache_mb=32",
     "logger.plot=false",  # drawing takes as long as training such a job
 ]
 

@@ -48,6 +48,8 @@ ESTIMATOR, LOSS = "advantage_estimator", "policy_loss"
 KL_OPTIONS = ("kl_target", "kl_horizon")
 CRITIC_OPTIONS = ("value_clip",)
 CORRECTION_OPTIONS = ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")
+RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlong_factor": 1.0, "max_gen_batches": 10}
+"""Options that no function gets, with their defaults (`AlgorithmConfig.run_option`)."""
 INPUTS = {
     ESTIMATOR: ("values", "baselines", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
     LOSS: ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids"),
@@ -70,10 +72,6 @@ class AlgorithmConfig(Section):
     normalize_std: bool | None = option(ESTIMATOR)
     """`grpo`: divide by the standard deviation of the group. `gae`, `remax`: whiten over the batch. null: the
     function's default."""
-    gamma: float | None = option(ESTIMATOR, at_least=0, at_most=1)
-    """`gae`, `reinforce_plus_plus`, `remax`: discount."""
-    lam: float | None = option(ESTIMATOR, at_least=0, at_most=1)
-    """`gae`: lambda."""
     policy_loss: str = setting("clip", resume="update")
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
     docs/algorithms.md), or an import path `package.module:function`."""
@@ -87,14 +85,18 @@ class AlgorithmConfig(Section):
     default of the policy loss; `token_mean` for a function by import path that has none."""
     options: dict[str, Any] = open_section(resume="update")
     """Further options of the chosen functions, such as `+algorithm.options.dual_clip=3`: of the estimator and the loss
-    (docs/algorithms.md), also of your own; `kl_target` (the KL to reach, in nats per token: an
-    adaptive controller adjusts `kl_coef`) and `kl_horizon` (10000: number of completions over which it may change
-    `kl_coef` by about a fifth); of a critic
-    `value_clip` (0.2: in the value loss, new values are clipped to at most this distance from the old ones); and of
-    `rollout_correction` `rollout_correction_level` (`token`: one ratio per token; or one per sequence: the `arithmetic`
-    mean, the `geometric` mean or the `product` of the ratios of its tokens), `rollout_correction_high` (2.0: ratios
-    above it are set to it by `tis`, and their tokens do not count in the loss of `mis`) and `rollout_correction_low`
-    (0.5: tokens with a ratio below it do not count in the loss of `mis`)."""
+    (docs/algorithms.md), also of your own (null: the function's own default); `kl_target` (the KL to reach, in nats per
+    token: an adaptive controller adjusts `kl_coef`) and `kl_horizon` (10000: number of completions over which it may
+    change `kl_coef` by about a fifth); of a critic `value_clip` (0.2: in the value loss, new values are clipped to at
+    most this distance from the old ones); of `rollout_correction` `rollout_correction_level` (`token`: one ratio per
+    token; or one per sequence: the `arithmetic` mean, the `geometric` mean or the `product` of the ratios of its
+    tokens), `rollout_correction_high` (2.0: ratios above it are set to it by `tis`, and their tokens do not count in
+    the loss of `mis`) and `rollout_correction_low` (0.5: tokens with a ratio below it do not count in the loss of
+    `mis`); `filter_zero_variance` (false; true: prompts whose completions all got the same reward do not count in the
+    losses and their denominators); `overlong_masking` (false; true: completions that were cut at the limit do not count
+    in the losses); of `overlong_buffer` `overlong_factor` (1.0: the penalty at the length limit, subtracted from the
+    reward); and of `dynamic_sampling` `max_gen_batches` (10: most batches of prompts that a step samples; if they hold
+    too few prompts with different rewards, the step is filled up with the other prompts)."""
     old_logprobs: str = choice("recompute", ("recompute", "rollout"), resume="update")
     """Log-probs of the old policy in the ratio: `recompute` (computed by the ranks: before the update, or for the first
     optimizer step in the update) or `rollout` (those of the engine that sampled; no pass before the update)."""
@@ -117,20 +119,15 @@ class AlgorithmConfig(Section):
     """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated), `mis` (masked)
     or `off`. `auto`: `tis` if older weights sample (`rollout.ahead`, `rollout.in_flight_updates`), unless
     `old_logprobs=rollout`, whose ratio corrects already; else `off`. null and false mean `off`."""
-    filter_zero_variance: bool = setting(False, resume="update")
-    """Exclude prompts whose completions all got the same reward from the losses and from their denominators."""
     overlong_buffer: int = number(0, at_least=0, resume="update")
     """Number of last tokens before the length limit over which a penalty for long completions grows (DAPO). 0: no
     penalty."""
-    overlong_factor: float = number(1.0, at_least=0, resume="update")
-    """Penalty at the length limit, subtracted from the reward. Needs `overlong_buffer`."""
-    overlong_masking: bool = setting(False, resume="update")
-    """Exclude completions that were cut at the limit from the losses."""
     dynamic_sampling: bool = setting(False, resume="rollouts")
     """Replace prompts whose completions all get the same reward by further prompts (DAPO, Yu et al., 2025)."""
-    max_gen_batches: int = number(10, at_least=1, resume="rollouts")
-    """Largest number of batches of prompts that a step samples with `dynamic_sampling`. If they hold too few prompts
-    with different rewards, the step is filled up with the other prompts."""
+
+    def run_option(self, name: str) -> Any:
+        """Return the value of one of `RUN_OPTIONS`."""
+        return self.options.get(name, RUN_OPTIONS[name])
 
     @property
     def adapts_kl(self) -> bool:
@@ -138,6 +135,7 @@ class AlgorithmConfig(Section):
         return "kl_target" in self.options
 
     def __post_init__(self) -> None:
+        self.options = {name: value for name, value in self.options.items() if value is not None}
         self.rollout_correction = correction_or_off(self.rollout_correction)
 
     @property
@@ -186,7 +184,7 @@ def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key
     """
     names, any_name = set(options_of(function)), takes_any_option(function)
     named = {name: value for name, value in named_options(algorithm, key).items() if name in names}
-    others = {*KL_OPTIONS, *CRITIC_OPTIONS, *CORRECTION_OPTIONS} - names
+    others = {*KL_OPTIONS, *CRITIC_OPTIONS, *CORRECTION_OPTIONS, *RUN_OPTIONS} - names
     return named | {
         name: value for name, value in algorithm.options.items() if name in names or any_name and name not in others
     }

@@ -6,11 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import LARGEST_SEED, ResumeRule, Section, choice, number, open_section, setting, subsection
+from trainer.config.fields import ResumeRule, Section, choice, number, open_section, setting, subsection
 
 _OTHER_MODEL = ResumeRule("never", "the saved weights belong to another model", ("weights", "optimizer"))
 
 
+SEED_OF_TINY = 1
+"""Seed of the random weights of the built-in model and of the order of its warm start, whatever `trainer.seed` is: runs
+of several seeds start from one model."""
 LONGEST_OF_TINY = 4096
 """Tokens of the longest sequence of the built-in model."""
 
@@ -25,9 +28,6 @@ class TinyConfig(Section):
     start_accuracy: float | None = number(0.7, above=0, at_most=1, resume="harmless")
     """The warm start ends when the model answers this share of 128 training prompts exactly, and at the latest after
     `sft.steps`: reinforcement learning needs answers to improve. null: always after `sft.steps`."""
-    seed: int = number(1, at_least=0, at_most=LARGEST_SEED, resume=_OTHER_MODEL)
-    """Seed of the random weights and of the order of the warm start. It is separate from `trainer.seed`, so that runs
-    of several seeds start from one model."""
 
 
 @dataclass
@@ -59,9 +59,6 @@ class ModelConfig(Section):
     chat_template_kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Variables of the chat template. Qwen3: `{enable_thinking: false}` lets the model answer without thinking first.
     Exported models keep them in their chat template."""
-    tool_format: str = choice("auto", ("auto", "hermes"), resume="rollouts")
-    """How environments describe tools. `auto`: the chat template describes them, if it can and if the calls that it
-    writes can be read. `hermes`, and `auto` otherwise: as text in the format of Hermes."""
 
 
 SCHEDULE_STEPS = ResumeRule(

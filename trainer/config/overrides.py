@@ -51,7 +51,8 @@ def parsed(words: Sequence[str], command: str = "train") -> argparse.Namespace:
 
 
 def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweeps: bool) -> list[str]:
-    """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two below `MAPPINGS`.
+    """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two where the user
+    has chosen it.
 
     Args:
         groups: names of the groups, with their choices.
@@ -64,7 +65,7 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
     for word in overrides:
         bare = word.lstrip("+")
         key = bare.partition("=")[0].lstrip("~")
-        if any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS):
+        if any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS) or is_open(key.rpartition(".")[0]):
             word = f"++{bare}"
         elif key in groups or is_name(key) and not is_open(key):
             word = bare

@@ -13,6 +13,8 @@ from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, choice, num
 from trainer.errors import UserError
 from trainer.import_utils import import_function, is_agent
 
+CPU_CACHE_BYTES = 128 * 2**20
+"""KV cache of a vLLM engine on CPU, if `rollout.engine_args.kv_cache_memory_bytes` is not set."""
 LOWEST_TEMPERATURE = 0.01  # vLLM replaces anything lower by this
 
 
@@ -60,8 +62,6 @@ class RolloutConfig(Section):
     log-probs. null: no limit."""
     max_num_seqs: int = number(256, at_least=1, resume="rounding")
     """Largest number of sequences that an engine runs at the same time."""
-    kv_cache_mb: int = number(128, at_least=1, resume="rounding")
-    """KV cache of a vLLM engine on CPU, in MiB."""
     gpu_memory_utilization: float = number(0.85, above=0, at_most=1, resume="rounding")
     """Fraction of a GPU's memory that a vLLM engine uses for weights and KV cache."""
     weight_sync: str = setting("auto", resume="rounding")
@@ -86,7 +86,8 @@ class RolloutConfig(Section):
     """Write finished completions with their rewards to `{run_dir}/.journal` before a step trains on them. After a kill,
     the steps behind the last checkpoint train again on these, and only what is missing is generated."""
     engine_args: dict[str, Any] = open_section(resume="rollouts")
-    """Further arguments for `vllm.LLM`, or for an engine of your own."""
+    """Further arguments for `vllm.LLM`, such as `kv_cache_memory_bytes` (on CPU 128 MiB by default), or for an engine
+    of your own."""
 
     def logprob_limit(self, dtype: str, device: str) -> float | None:
         """Return the largest mean difference of log-probs (see `max_logprob_diff`); None: there is no limit.

@@ -272,8 +272,6 @@ def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
         groups: names of groups of values, which the command line takes as well.
     """
     section = key.rpartition(".")[0]
-    if is_open(section):
-        return f"{key}: {section} takes keys of your choice; write +{key}=VALUE"
     counterpart = counterpart_of(key)
     suggestion = counterpart or _suggestion(key, groups)
     if f"{section}.options" in OPEN_SECTIONS and (counterpart or f" {section}." not in suggestion):

@@ -157,7 +157,7 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
 
 def find_reader(model: ModelConfig, tokenizer: Any) -> TemplateTools | None:
     """Return what reads calls of tools in the format of the chat template; None: they are text (Hermes)."""
-    if model.path is None or model.tool_format == "hermes":
+    if model.path is None:
         return None
     return _find_template_tools(tokenizer, str(tokenizer.chat_template))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
+from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.compile_cache import use_own_cache
@@ -366,7 +367,7 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
         return options | {
             "enforce_eager": True,
             "block_size": _CPU_BLOCK,
-            "kv_cache_memory_bytes": max(rollout.kv_cache_mb * 2**20, _bytes_of_two(rollout, model)),
+            "kv_cache_memory_bytes": _cpu_cache(rollout, model),
             # A seeded request whose prefill is cut into chunks kills the CPU engine.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, length, rollout.max_num_seqs),
@@ -383,6 +384,21 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
 _HEADS_APART = ("lfm2", "lfm2_moe")
 """Types whose models in vLLM give heads as an axis of their own to the rotations, as latent attention does. Then the
 kernel on CPU turns other parts of them; vLLM's own code in torch is right."""
+
+
+def _cpu_cache(rollout: RolloutConfig, model: ModelConfig) -> int:
+    """Return the bytes of the KV cache of an engine on CPU.
+
+    Raises:
+        UserError: the user's cache holds fewer than two of the longest sequences.
+    """
+    least, given = _bytes_of_two(rollout, model), rollout.engine_args.get("kv_cache_memory_bytes")
+    if given is not None and given < least:
+        raise UserError(
+            f"rollout.engine_args.kv_cache_memory_bytes={given}: holds fewer than two of the longest sequences; give "
+            f"at least {least}"
+        )
+    return given or max(CPU_CACHE_BYTES, least)
 
 
 def _bytes_of_two(rollout: RolloutConfig, model: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.config import TinyConfig
-from trainer.config.model import LONGEST_OF_TINY
+from trainer.config.model import LONGEST_OF_TINY, SEED_OF_TINY
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 
@@ -34,7 +34,7 @@ class TinyShape:
     head_dim: int = 32  # vLLM's CPU attention needs a multiple of 32
     max_position_embeddings: int = LONGEST_OF_TINY
     tie_word_embeddings: bool = True
-    seed: int = 1
+    seed: int = SEED_OF_TINY
 
     @classmethod
     def of(cls, tiny: TinyConfig | TinyShape) -> TinyShape:
@@ -43,7 +43,7 @@ class TinyShape:
             return tiny
         heads = tiny.hidden_size // 32
         kv_heads = heads if heads % 2 else heads // 2
-        return cls(tiny.hidden_size, 3 * tiny.hidden_size, tiny.num_layers, heads, kv_heads, seed=tiny.seed)
+        return cls(tiny.hidden_size, 3 * tiny.hidden_size, tiny.num_layers, heads, kv_heads)
 
 
 def build_tiny(shape: TinyShape, path: str) -> None:

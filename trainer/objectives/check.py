@@ -24,6 +24,7 @@ from trainer.config.algorithm import (
     LOSS,
     OFF,
     OPTION_KEYS,
+    RUN_OPTIONS,
     AlgorithmConfig,
     aggregation_of,
     chosen_options,
@@ -113,6 +114,8 @@ def _check_further_options(config: Config, functions: dict[str, Callable[..., An
     built_in = [*KL_OPTIONS] if algorithm.adapts_kl else []
     built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
     built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
+    needs = {"overlong_factor": algorithm.overlong_buffer, "max_gen_batches": algorithm.dynamic_sampling}
+    built_in += [name for name in RUN_OPTIONS if needs.get(name, True)]
     custom: list[str] = []
     for key, function in functions.items():
         of_function = custom if is_import_path(getattr(algorithm, key)) else built_in
@@ -131,6 +134,8 @@ def _check_further_options(config: Config, functions: dict[str, Callable[..., An
 
 _ABOVE_0 = Constraint(above=0)
 _BOUNDS = {
+    "gamma": Constraint(at_least=0, at_most=1),
+    "lam": Constraint(at_least=0, at_most=1),
     "pass_k": Constraint(at_least=1),
     "dual_clip": Constraint(above=1),
     "tau_pos": _ABOVE_0,
@@ -144,6 +149,8 @@ _BOUNDS = {
     "rollout_correction_level": Constraint(choices=LEVELS),
     "rollout_correction_low": Constraint(at_least=0),
     "rollout_correction_high": _ABOVE_0,
+    "overlong_factor": Constraint(at_least=0),
+    "max_gen_batches": Constraint(at_least=1),
 }
 """The values that options of built-in functions may have."""
 
@@ -152,8 +159,9 @@ def _check_option(name: str, value: Any) -> None:
     constraint = _BOUNDS.get(name, Constraint())
     problem = constraint.problem(value)
     if problem is None and not constraint.choices:
-        kinds = (int,) if name == "pass_k" else (int, float)
-        problem = None if type(value) in kinds else f"must be a {'whole ' if len(kinds) == 1 else ''}number"
+        kind = int if name == "pass_k" else type(RUN_OPTIONS.get(name, 1.0))
+        described = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        problem = None if type(value) in (kind, int if kind is float else kind) else f"must be {described}"
     if problem is not None:
         raise UserError(f"algorithm.options.{name}={value}: {problem}")
 

@@ -105,7 +105,7 @@ def choose_learnable_rows(
         beyond = np.isfinite(sums) & (sums > LARGEST_REWARD)  # what is not finite ends the run at its loss
         if (beyond & known).any():
             LOG.warning(
-                "%d rewards are left out: with the penalties of algorithm.overlong_factor and algorithm.kl_coef they "
+                "%d rewards are left out: with the penalties of algorithm.overlong_buffer and algorithm.kl_coef they "
                 "are beyond %g",
                 (beyond & known).sum(),
                 LARGEST_REWARD,
@@ -184,11 +184,11 @@ def mask_rows(
         learnable: `(B,)`, the rows that can be learnt from (see `choose_learnable_rows`). None: all rows.
     """
     keep = np.ones(len(rewards), dtype=bool) if learnable is None else learnable.copy()
-    if algorithm.filter_zero_variance and keep.any():
+    if algorithm.run_option("filter_zero_variance") and keep.any():
         rows = np.flatnonzero(keep)
         group_ids = torch.from_numpy(batch["group_ids"][rows])
         keep[rows] = informative_groups(torch.from_numpy(rewards[rows]), group_ids).numpy()
-    if algorithm.overlong_masking:
+    if algorithm.run_option("overlong_masking"):
         keep &= np.asarray(status) != "length"
     return batch if keep.all() else {**batch, "mask": batch["mask"] * keep[:, None]}
 

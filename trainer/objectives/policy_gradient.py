@@ -181,8 +181,8 @@ class PolicyGradient(Objective):
 
     def _shape(self, batch: Batch, rewards: np.ndarray) -> np.ndarray:
         a, lengths = self.cfg.algorithm, torch.from_numpy((batch["mask"] > 0).sum(axis=1))
-        limit = self.cfg.rollout.max_response_tokens
-        return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, a.overlong_factor).numpy()
+        limit, factor = self.cfg.rollout.max_response_tokens, a.run_option("overlong_factor")
+        return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, factor).numpy()
 
     def totals(self, role: str, batch: Batch) -> Totals:
         mask = torch.from_numpy(np.ascontiguousarray(batch["mask"]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import Config
+from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import UserError
 from trainer.plan.hardware import CONTEXT_BYTES, GRAPHS_BYTES, Cluster, Device, prefill_tokens
 from trainer.plan.model_shape import ModelShape
@@ -108,7 +109,8 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
     )
     workspace = int(max(layer, sampler))
     if device.is_cpu:
-        return PlannedEngine(weights, r.kv_cache_mb * 2**20, workspace, cache, longest, gpus)
+        size = r.engine_args.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+        return PlannedEngine(weights, size, workspace, cache, longest, gpus)
     graphs = 0 if r.engine_args.get("enforce_eager") else GRAPHS_BYTES
     size = int(r.gpu_memory_utilization * device.memory) - weights - workspace - graphs - CONTEXT_BYTES
     return PlannedEngine(weights, size, workspace + graphs, cache, longest, gpus, graphs)

@@ -272,7 +272,7 @@ class SamplingSource:
             groups += await self._more_groups(groups, step)
             rewards = _reward_table(groups)
             if a.dynamic_sampling:
-                choice = choose_groups(rewards, wanted, complete=batch == a.max_gen_batches)
+                choice = choose_groups(rewards, wanted, complete=batch == a.run_option("max_gen_batches"))
             else:
                 choice = list(range(wanted)), wanted
         chosen, used = choice
@@ -335,8 +335,8 @@ class SamplingSource:
         """Return groups with the rewards of their greedy episodes as their baselines."""
         a, lengths = self.cfg.algorithm, torch.tensor([episode.length for episode in greedy])
         rewards = torch.tensor([episode.reward or 0.0 for episode in greedy], dtype=torch.float64)
-        limit = self.cfg.rollout.max_response_tokens
-        shaped = shape_rewards(rewards, lengths, limit, a.overlong_buffer, a.overlong_factor).tolist()
+        limit, factor = self.cfg.rollout.max_response_tokens, a.run_option("overlong_factor")
+        shaped = shape_rewards(rewards, lengths, limit, a.overlong_buffer, factor).tolist()
         baselines = [None if episode.reward is None else reward for episode, reward in zip(greedy, shaped, strict=True)]
         return [
             replace(group, episodes=[replace(episode, baseline=baseline) for episode in group.episodes])
@@ -363,7 +363,7 @@ class SamplingSource:
         """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
         a, works_ahead = self.cfg.algorithm, self.cfg.rollout.works_ahead
         # An estimator that reads baselines cannot train on batches without them, or with baselines of other penalties.
-        penalties = (a.overlong_buffer, a.overlong_factor) if self._needs_baselines else None
+        penalties = (a.overlong_buffer, a.run_option("overlong_factor")) if self._needs_baselines else None
         settings = {**self.rollouts.journal.settings, _BASELINES: digest(penalties)}
         unread = () if self._needs_baselines else (_BASELINES,)
 

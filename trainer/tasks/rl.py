@@ -120,9 +120,11 @@ def _val_sets(cfg: Config) -> list[str]:
 def _check_without_rewards(cfg: Config) -> None:
     """Refuse settings that leave out prompts by their rewards, for a run whose rewards are all 0."""
     a = cfg.algorithm
-    filters = {"dynamic_sampling": a.dynamic_sampling, "filter_zero_variance": a.filter_zero_variance}
-    if a.overlong_buffer > 0:  # its penalties differ
-        del filters["filter_zero_variance"]
+    # With `overlong_buffer`, the penalties differ.
+    filters = {
+        "dynamic_sampling": a.dynamic_sampling,
+        "options.filter_zero_variance": a.run_option("filter_zero_variance") and not a.overlong_buffer,
+    }
     for name in filter(filters.get, filters):
         raise config_error(
             cfg,

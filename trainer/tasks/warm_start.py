@@ -12,6 +12,7 @@ import tempfile
 from trainer.checkpoint.exports import is_exported
 from trainer.config import Config, TrainerConfig
 from trainer.config.fields import walk_keys
+from trainer.config.model import SEED_OF_TINY
 from trainer.config.schema import without_source
 from trainer.config.trainer import AXES, PROCESSES
 from trainer.errors import UserError
@@ -33,7 +34,7 @@ _CHECKED_EVERY = 5
 _SECTIONS = ("model.tiny.", "sft.", "data.")
 """The sections that say what model the warm start makes."""
 _NAMED = (
-    *(f"model.tiny.{name}" for name in ("hidden_size", "num_layers", "start_accuracy", "seed")),
+    *(f"model.tiny.{name}" for name in ("hidden_size", "num_layers", "start_accuracy")),
     *("sft.steps", "sft.batch_size", "sft.max_length"),
     *(f"sft.optimizer.{name}" for name in ("lr", "scheduler", "warmup_steps", "schedule_steps")),
     *(f"trainer.policy.optimizer.{name}" for name in ("betas", "eps", "weight_decay", "max_grad_norm", "min_lr_ratio")),
@@ -72,7 +73,7 @@ def _config(cfg: Config) -> Config:
     trainer = dataclasses.replace(
         TrainerConfig(),
         task="sft",
-        seed=cfg.model.tiny.seed,
+        seed=SEED_OF_TINY,
         run_name="warm-start",
         run_dir=run_dir,
         ckpt_path=os.path.join(run_dir, "checkpoints"),

@@ -16,7 +16,7 @@ CHANGES = {
     "trainer.train_batch_size": 4,
     "trainer.critic.warmup_steps": 3,
     "algorithm.dynamic_sampling": True,
-    "algorithm.max_gen_batches": 2,
+    "algorithm.options.max_gen_batches": 2,
     "reward.name": "arithmetic",
     "reward.weights": [2.0],
     "rollout.n": 3,
@@ -31,7 +31,6 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.max_seconds",
     "environment.agent_sampling",
     "algorithm.old_logprobs",
-    "model.tool_format",
     "model.trust_remote_code",
     "reward.url",
     "rollout.engine",
@@ -41,7 +40,7 @@ ONLY_BUILT_FROM_THE_CONFIG = {
 }
 """What makes engines, environments, remote rewards and requests. No saved state takes part, as the names of all saved
 state show."""
-PROVEN_KEYS = {*CHANGES, *ONLY_BUILT_FROM_THE_CONFIG}
+PROVEN_KEYS = {*CHANGES, *ONLY_BUILT_FROM_THE_CONFIG} - {"algorithm.options.max_gen_batches"}
 """Keys that a resume changes with permission, and whose changes the tests of this file prove."""
 
 

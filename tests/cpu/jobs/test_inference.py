@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test wait
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory) -> Iterator[Server]:
-    words = ["rollout.kv_cache_mb=32", "rollout.max_num_seqs=20", "rollout.max_response_tokens=512"]
+    words = ["rollout.max_num_seqs=20", "rollout.max_response_tokens=512"]
     with Server(tmp_path_factory.mktemp("vllm") / "log", *words, limits="SERVER_LEASE_S=10") as server:
         yield server
 

@@ -221,7 +221,7 @@ def test_a_run_with_every_kind_of_sampling_that_died_ends_as_if_it_had_not(tmp_p
 
     def everything(root: Path) -> Config:
         cfg = settings(root, 2)
-        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 2
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.options["max_gen_batches"] = True, 2
         cfg.data.curriculum = "tests.support.curriculum:hardest_first"
         cfg.reward.name = "tests.support.named_rewards:length"
         return cfg

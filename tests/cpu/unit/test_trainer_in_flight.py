@@ -94,7 +94,7 @@ def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model, dynamic
         trainer.learner.update = update_later  # type: ignore[method-assign]
 
     cfg = in_flight(tmp_path / "run", total_steps=5, val_interval=-1)
-    cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = dynamic_sampling, 1
+    cfg.algorithm.dynamic_sampling, cfg.algorithm.options["max_gen_batches"] = dynamic_sampling, 1
     run(cfg, model, slow_update)
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -157,7 +157,7 @@ def test_no_group_begins_after_the_last_step(tmp_path, model, monkeypatch):
 
     monkeypatch.setattr("trainer.sources.in_flight._FlyingGroup", Noted)
     cfg = in_flight(tmp_path / "run")
-    cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 20
+    cfg.algorithm.dynamic_sampling, cfg.algorithm.options["max_gen_batches"] = True, 20
     cfg.reward.name = "tests.support.named_rewards:is_even"
     run(cfg, model)
     begun = len(versions)
@@ -191,7 +191,8 @@ def test_dynamic_sampling_uses_every_row_once_whatever_is_killed(tmp_path_factor
     root = tmp_path_factory.mktemp("runs") / "run"
     for step in (*kills, 0):
         cfg = in_flight(root)
-        cfg.rollout.journal, cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = journal, True, 20
+        cfg.rollout.journal, cfg.algorithm.dynamic_sampling = journal, True
+        cfg.algorithm.options["max_gen_batches"] = 20
         cfg.reward.name = "tests.support.named_rewards:is_even"
         run(cfg, model, kill_in_update(step))
     uids = [uid for step in trained(root) for uid in step]

@@ -92,7 +92,6 @@ BOUNDS = {
     "trainer.total_steps=0": "trainer.total_steps=0: must be at least 1",
     "trainer.seed=-1": "trainer.seed=-1: must be at least 0",
     f"trainer.seed={2**32}": "must be at most 4294967295",
-    f"model.tiny.seed={2**32}": "must be at most 4294967295",
     "trainer.resume_mode=sometimes": "trainer.resume_mode.*null, none, latest, from_path",
     "trainer.policy.lora.rank=0": "trainer.policy.lora.rank=0: must be at least 1",
     "algorithm.ref_sync_interval=0": r"algorithm.ref_sync_interval=0: must be at least 1 \(or -1\)",

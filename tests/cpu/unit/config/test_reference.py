@@ -33,7 +33,7 @@ def test_the_page_shows_every_key_with_type_bounds_and_default():
     for key in KEYS:
         assert f"| `{key}` | " in text
     assert "| `trainer.val_interval` | int, at least 1, or -1 | `10` | harmless | Validate every" in text
-    assert "| `algorithm.gamma` | float or None, at least 0 and at most 1 | `null` |" in text
+    assert "| `algorithm.clip_low` | float or None, at least 0 | `null` |" in text
 
 
 def test_the_page_in_docs_is_fresh():

@@ -27,13 +27,12 @@ def test_open_sections_are_those_with_keys_of_the_users_choice():
         "data.mix.<name>.environment.kwargs",
         "environment.kwargs",
         "rollout.engine_args",
-        "logger.sink.kwargs",
     )
 
 
 def test_valid_keys_are_those_below_a_section():
     assert valid_keys()[:2] == ["trainer", "algorithm"]
-    assert valid_keys("logger.sink") == ["logger.sink.name", "logger.sink.kwargs"]
+    assert valid_keys("inference") == ["inference.host", "inference.port"]
     assert valid_keys("nothing") == []
 
 
@@ -43,7 +42,7 @@ def test_valid_keys_are_those_below_a_section():
         ([], False, False),
         (["trainer.policy.lora.rank=8"], True, True),
         (["trainer.policy.lora.rank=8", "rollout=transformers"], False, True),
-        (["trainer.policy.lora.rank=8", "rollout.lora_sync=merged", "trainer.colocate_roles=false"], False, False),
+        (["trainer.policy.lora.rank=8", "rollout.lora_sync=merged"], False, True),
         (["trainer.policy.lora.rank=600", "algorithm.ref_sync_interval=2"], False, False),
     ],
 )

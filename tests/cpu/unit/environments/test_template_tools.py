@@ -243,9 +243,8 @@ def test_a_response_template_that_does_not_fit_the_chat_template_is_not_used():
     assert ask(tokenizer, reader).add_reply(sampled(tokenizer, f"{HERMES_CALL}<|im_end|>"))["tool_calls"]
 
 
-@pytest.mark.parametrize("model", [{"path": None}, {"path": "mine/model", "tool_format": "hermes"}])
-def test_the_built_in_model_and_who_asks_for_it_keep_the_format_of_hermes(model):
-    assert find_reader(ModelConfig(**model), tokenizer_of("qwen2_5")) is None
+def test_the_built_in_model_keeps_the_format_of_hermes():
+    assert find_reader(ModelConfig(path=None), tokenizer_of("qwen2_5")) is None
 
 
 @pytest.mark.processes
@@ -370,8 +369,8 @@ def test_sampled_tokens_stay_without_tools_too():
 )
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_as_text_of_hermes_tools_and_answers_are_written_as_by_the_template(name, system, first, described, rounds):
-    """With `model.tool_format=hermes`. It is the format of these models: the tokens are those of `tools`, but for the
-    system message that Qwen2.5 adds."""
+    """Hermes is the format of these models: the tokens are those of `tools`, but for the system message that Qwen2.5
+    adds."""
     tokenizer = tokenizer_of(name, variables={"enable_thinking": False})
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "description": described}}, TOOLS[1]]
     if system is None and name == "qwen2_5":

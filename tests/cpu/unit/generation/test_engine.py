@@ -310,17 +310,24 @@ def test_more_work_than_the_engine_can_hold(cluster, model_paths, vllm_engine):
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
     expected = vllm_engine.generate(with_sampling(requests, sampling))
     cramped = start_vllm(
-        cluster, model_paths[True], dataclasses.replace(ROLLOUT, max_num_seqs=16, kv_cache_mb=1), seed=2
+        cluster,
+        model_paths[True],
+        dataclasses.replace(ROLLOUT, max_num_seqs=16, engine_args={"kv_cache_memory_bytes": 2**20}),
+        seed=2,
     )
     assert_same(expected, cramped.generate(with_sampling(requests, sampling)))
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"max_prompt_tokens": 5000}, "4096"), ({"engine_args": {"no_such_setting": 1}}, "no_such_setting")],
+    [
+        ({"max_prompt_tokens": 5000}, "rollout.engine=vllm .*4096"),
+        ({"engine_args": {"no_such_setting": 1}}, "rollout.engine=vllm .*no_such_setting"),
+        ({"engine_args": {"kv_cache_memory_bytes": 1000}}, "kv_cache_memory_bytes=1000: holds fewer than two"),
+    ],
 )
 def test_settings_that_vllm_refuses_are_the_users(cluster, model_paths, settings, reason):
-    with pytest.raises(UserError, match=f"rollout.engine=vllm .*{reason}"):
+    with pytest.raises(UserError, match=reason):
         start_vllm(cluster, model_paths[True], RolloutConfig(**settings)).generate([])
 
 

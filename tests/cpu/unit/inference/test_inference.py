@@ -88,7 +88,7 @@ def expected(model, weights) -> list[tuple]:
 @pytest.fixture(scope="module")
 def running_server(model, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    words = (f"model.path={model}", "rollout.kv_cache_mb=64")
+    words = (f"model.path={model}",)
     with Server(log, *words, *WORDS, token=TOKEN, limits="SERVER_LEASE_S=5 SERVER_HANG_S=20") as server:
         yield server.wait()
 

@@ -155,7 +155,7 @@ def test_a_step_of_one_optimizer_step_needs_no_pass_for_old_log_probs(model):
 )
 def test_what_was_computed_for_tokens_is_kept_with_rollouts(model, settings):
     if "equal_rewards" in settings:
-        settings = settings | {"filter_zero_variance": True, "overlong_buffer": 0}
+        settings = settings | {"options": {"filter_zero_variance": True}, "overlong_buffer": 0}
     step = whole_step(model, **settings)
     metrics, kept = step.metrics, step.kept
     samples = [sample for episode in episodes() for sample in episode.samples]
@@ -203,7 +203,7 @@ def test_kept_advantages_are_those_of_the_loss_whoever_has_corrected_them(model,
 
 
 def test_a_step_whose_rows_are_all_left_out_is_measured_all_the_same(model):
-    rewards = {"filter_zero_variance": True, "overlong_buffer": 0}
+    rewards = {"options": {"filter_zero_variance": True}, "overlong_buffer": 0}
     metrics, _ = a_step(model, equal_rewards=True, **rewards)
     full, _ = a_step(model)
     assert metrics["rollout/logprob_diff_max"] == full["rollout/logprob_diff_max"]
@@ -365,7 +365,7 @@ def test_rows_are_filtered_by_the_rewards_that_are_trained_on(model):
     """Equal rewards, of which the penalty of long completions makes different ones."""
     equal = [replace(episode, reward=1.0) for episode in episodes()]
     longest = int(equal[3].samples[0].mask.sum())
-    with learner_of(model, filter_zero_variance=True) as learner:
+    with learner_of(model, options={"filter_zero_variance": True}) as learner:
         assert not learner.score(equal, 1).batch["mask"].any()
         learner.cfg.algorithm.overlong_buffer = 2
         learner.cfg.rollout.max_response_tokens = longest
@@ -377,11 +377,10 @@ def test_a_row_that_is_left_out_is_the_row_of_its_own_episode(model):
     made = [replace(episode, status="length" if i == 1 else "stop") for i, episode in enumerate(episodes())]
     made[0] = replace(made[0], samples=made[0].samples * 2)
     equal_second = [replace(episode, reward=1.0) if episode.group == "0:1" else episode for episode in made]
-    with learner_of(model, overlong_masking=True) as learner:
+    with learner_of(model, options={"overlong_masking": True}) as learner:
         kept = learner.score(made, 1).batch["mask"].any(axis=1)
         assert kept.tolist() == [True, True, False, *[True] * 6]
-        learner.cfg.algorithm.overlong_masking = False
-        learner.cfg.algorithm.filter_zero_variance = True
+        learner.cfg.algorithm.options = {"filter_zero_variance": True}
         kept = learner.score(equal_second, 1).batch["mask"].any(axis=1)
         assert kept.tolist() == [True] * 5 + [False] * 4
 

@@ -63,7 +63,7 @@ def steps(rank: Rank, path: str) -> list[dict]:
             batch[key][rows] = values
         a, lengths = cfg.algorithm, torch.tensor([len(c.token_ids) for c in completions])
         zeros = torch.zeros(len(requests)).double()
-        rewards = shape_rewards(zeros, lengths, MAX_TOKENS, a.overlong_buffer, a.overlong_factor).numpy()
+        rewards = shape_rewards(zeros, lengths, MAX_TOKENS, a.overlong_buffer, a.run_option("overlong_factor")).numpy()
         batch = add_advantages(batch, rewards, a, 0.0, rewards if estimator == "remax" else None)
         status = [c.finish_reason for c in completions]
         metrics = describe_rewards(batch, rewards, status) | logprob_mismatch(batch)
@@ -88,8 +88,8 @@ def test_a_step_on_such_completions_is_finite(stopping_model):
     overlong, filtered = (3, False) if kind == "first token" else (0, True)
     cfg = Config()
     cfg.rollout.max_response_tokens, cfg.rollout.n = MAX_TOKENS, N
-    cfg.algorithm.overlong_buffer, cfg.algorithm.filter_zero_variance = overlong, filtered
-    cfg.algorithm.overlong_masking = filtered
+    cfg.algorithm.overlong_buffer = overlong
+    cfg.algorithm.options |= {"filter_zero_variance": filtered, "overlong_masking": filtered}
     results = run_ranks(1, steps, path, cfg=cfg)[0]
     assert len(results) == len(ADVANTAGES)
     for metrics in results:

@@ -177,8 +177,23 @@ def test_valid_functions_are_accepted(settings, own_functions):
             "algorithm.options.kl_horizon=500: must be at least the 512 completions of one step",
         ),
         (
-            {"advantage_estimator": "rloo", "policy_loss": "reinforce", "gamma": 0.9},
-            "algorithm.gamma=0.9: algorithm.advantage_estimator=rloo does not take it; it takes no option$",
+            {"advantage_estimator": "rloo", "policy_loss": "reinforce", "normalize_std": True},
+            "algorithm.normalize_std=True: algorithm.advantage_estimator=rloo does not take it; it takes no option$",
+        ),
+        (
+            {"advantage_estimator": "rloo", "options": {"gamma": 0.9}},
+            "algorithm.options.gamma=0.9: no chosen function has this option; the options are .*filter_zero_variance",
+        ),
+        ({"advantage_estimator": "gae", "options": {"lam": 1.5}}, "algorithm.options.lam=1.5: must be at most 1$"),
+        ({"options": {"overlong_masking": 1}}, "algorithm.options.overlong_masking=1: must be true or false$"),
+        ({"options": {"overlong_factor": 2.0}}, "algorithm.options.overlong_factor=2.0: no chosen function has this"),
+        (
+            {"dynamic_sampling": True, "options": {"max_gen_batches": 0}},
+            "algorithm.options.max_gen_batches=0: must be at least 1$",
+        ),
+        (
+            {"dynamic_sampling": True, "options": {"max_gen_batches": 1.5}},
+            "algorithm.options.max_gen_batches=1.5: must be a whole number$",
         ),
         (
             {"policy_loss": "clip_cov", "options": {"cov_high": 0.5}},

@@ -57,13 +57,13 @@ def test_a_step_whose_agents_have_not_asked_has_no_mismatch():
 def test_the_reward_comes_at_the_last_completion_token_and_values_reach_over_tool_output():
     values = np.full((4, 5), 0.5, dtype=np.float32)
     values[0, [2, 4]] = 100.0  # of tool output: no state that an action was taken in
-    a = AlgorithmConfig(advantage_estimator="gae", gamma=1.0, lam=1.0)
+    a = AlgorithmConfig(advantage_estimator="gae", options={"gamma": 1.0, "lam": 1.0})
     done = add_advantages(batch(values=values), np.array([1.0, 0.0, 1.0, 0.0]), a)
     assert done["advantages"][0].tolist() == [0, 0.5, 0, 0.5, 0]
     assert done["returns"][0].tolist() == [0, 1, 0, 1, 0]
     assert done["advantages"][1].tolist() == [0, -0.5, -0.5, 0, 0]
     one_step = add_advantages(batch(values=values), np.array([1.0, 0.0, 1.0, 0.0]), AlgorithmConfig(
-        advantage_estimator="gae", gamma=1.0, lam=0.0))  # fmt: skip
+        advantage_estimator="gae", options={"gamma": 1.0, "lam": 0.0}))  # fmt: skip
     assert one_step["advantages"][0].tolist() == [0, 0.0, 0, 0.5, 0]  # the next value is that of the next own token
 
 
@@ -147,9 +147,9 @@ def test_samples_of_older_weights_give_the_gradient_of_fresh_samples(loss):
 def test_rows_that_are_left_out_have_no_mask():
     status = ["stop", "stop", "length", "stop"]
     rewards = np.array([1.0, 1.0, 1.0, 0.0])
-    kept = mask_rows(batch(), rewards, status, AlgorithmConfig(filter_zero_variance=True))["mask"]
+    kept = mask_rows(batch(), rewards, status, AlgorithmConfig(options={"filter_zero_variance": True}))["mask"]
     assert kept.any(axis=1).tolist() == [False, False, True, True]
-    kept = mask_rows(batch(), rewards, status, AlgorithmConfig(overlong_masking=True))["mask"]
+    kept = mask_rows(batch(), rewards, status, AlgorithmConfig(options={"overlong_masking": True}))["mask"]
     assert kept.any(axis=1).tolist() == [True, True, False, True]
 
 
@@ -203,14 +203,14 @@ def test_rows_that_failed_count_in_no_metric_of_the_rewards_and_hide_no_equal_gr
     none = describe_rewards(batch(), rewards, ["stop"] * 4, np.zeros(4, bool))
     assert none["reward/zero_std_frac"] == 1.0 and not {"reward/mean", "reward/std"} & set(none)
     equal = np.array([1.0, 0.0, 1.0, 1.0])
-    a = AlgorithmConfig(filter_zero_variance=True, advantage_estimator="reinforce_plus_plus")
+    a = AlgorithmConfig(options={"filter_zero_variance": True}, advantage_estimator="reinforce_plus_plus")
     assert not mask_rows(batch(), equal, ["stop"] * 4, a, known)["mask"].any(), "a failed reward is no 0"
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_reward_that_its_penalties_take_out_of_the_range_is_left_out(caplog, sign):
     rewards = np.array([-1e12 - 5e5, 0.0, 1.0, 0.0])
-    a = AlgorithmConfig(overlong_buffer=2, overlong_factor=5e5, advantage_estimator="reward")
+    a = AlgorithmConfig(overlong_buffer=2, options={"overlong_factor": 5e5}, advantage_estimator="reward")
     assert choose_learnable_rows(batch(), rewards, np.ones(4, bool), a, 0.0).tolist() == [False, True, True, True]
     assert "1 rewards are left out: with the penalties" in caplog.text
     far = np.zeros((4, 5), np.float32)
@@ -244,17 +244,17 @@ CORRECTED = {"rollout_correction": "mis"}
 EXPERIENCE_CHANGES: list[tuple[str, Any, Settings]] = [
     ("advantage_estimator", "rloo", {}),
     ("normalize_std", False, {}),
-    ("gamma", 0.5, gae(gamma=1.0)),
-    ("lam", 0.5, gae(lam=1.0)),
+    ("options", {"gamma": 0.5}, gae(options={"gamma": 1.0})),
+    ("options", {"lam": 0.5}, gae(options={"lam": 1.0})),
     ("options", {"pass_k": 2}, {"advantage_estimator": "grpo_passk", "options": {"pass_k": 1}}),
     ("rollout_correction", "tis", {}),
     ("options", {"rollout_correction_level": "product"}, CORRECTED),
     ("options", {"rollout_correction_low": 0.9}, CORRECTED),
     ("options", {"rollout_correction_high": 1.01}, CORRECTED),
-    ("filter_zero_variance", True, {}),
+    ("options", {"filter_zero_variance": True}, {}),
     ("overlong_buffer", 2, {}),
-    ("overlong_factor", 3.0, {"overlong_buffer": 2}),
-    ("overlong_masking", True, {}),
+    ("options", {"overlong_factor": 3.0}, {"overlong_buffer": 2}),
+    ("options", {"overlong_masking": True}, {}),
 ]
 PROVEN_KEYS = {f"algorithm.{key}" for key, *_ in EXPERIENCE_CHANGES} - {"algorithm.options"}
 """Keys that a resume changes with permission, and whose changes the tests of this file prove."""
@@ -279,7 +279,7 @@ def experience(algorithm: AlgorithmConfig) -> dict[str, np.ndarray]:
         torch.from_numpy(lengths),
         5,
         algorithm.overlong_buffer,
-        algorithm.overlong_factor,
+        algorithm.run_option("overlong_factor"),
     ).numpy()
     config = Config(algorithm=algorithm)
     batch = add_advantages(batch, rewards, algorithm)

@@ -74,7 +74,7 @@ def test_the_logits_of_many_sequences_take_more_than_a_short_prefill(cfg, node, 
     ("prompt", "response", "rows", "layers"), [(256, 16, 16, 4), (16, 100, 16, 4), (32, 32, 64, 8)]
 )
 def test_transformers_on_cpu_takes_what_is_planned(tmp_path, cpu, prompt, response, rows, layers):
-    """It has no cache of `rollout.kv_cache_mb`. The prompts take most, or the rows that run together."""
+    """It has no cache of a fixed size. The prompts take most, or the rows that run together."""
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     build_tiny(TinyShape(num_layers=layers, **shape), str(tmp_path))
     words = [f"model.path={tmp_path}", "rollout=transformers", "rollout.n=4", f"rollout.max_prompt_tokens={prompt}"]

@@ -194,7 +194,7 @@ def test_the_rules_decide_as_they_are_meant_to():
                    "algorithm.clip_low", "algorithm.kl_coef", "trainer.update_epochs"],
         "rollouts": ["trainer.policy.lora.alpha", "trainer.policy.fsdp.param_dtype", "algorithm.dynamic_sampling",
                      "trainer.train_batch_size", "rollout.n", "reward.name", "sft.batch_size", "model.path"],
-        "never": ["trainer.seed", "model.tiny.seed", "trainer.policy.lora.rank", "algorithm.ref_sync_interval"],
+        "never": ["trainer.seed", "trainer.policy.lora.rank", "algorithm.ref_sync_interval"],
     }  # fmt: skip
     assert {key: RULES[key].change for keys in of.values() for key in keys} == {
         key: change for change, keys in of.items() for key in keys

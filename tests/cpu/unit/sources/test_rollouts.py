@@ -111,7 +111,7 @@ def two_steps(root: Path, model: str, edit: Any = lambda cfg: None) -> tuple[Any
     with source_of(root, model, chance, validation=3, needs_baselines=True, journal=journal) as source:
         cfg = source.cfg
         cfg.trainer.train_batch_size, cfg.rollout.val_n = 4, 2
-        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 3
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.options["max_gen_batches"] = True, 3
         edit(cfg)
         source.start(1, is_initial=True)
         episodes: list[Any] = []

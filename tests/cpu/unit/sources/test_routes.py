@@ -106,7 +106,7 @@ def test_rows_of_each_source_come_once_an_epoch_over_a_kill(tmp_path, model, mod
             case "in flight":
                 cfg.rollout.engine, cfg.rollout.in_flight_updates = "vllm", True
             case "dynamic sampling":
-                cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 2
+                cfg.algorithm.dynamic_sampling, cfg.algorithm.options["max_gen_batches"] = True, 2
         return cfg
 
     trained: list[str] = []

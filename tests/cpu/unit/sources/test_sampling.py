@@ -31,7 +31,7 @@ def test_the_baseline_of_remax_is_the_shaped_reward_of_a_greedy_episode(tmp_path
     with source_of(tmp_path, model, reply, needs_baselines=True) as source:
         source.cfg.trainer.train_batch_size = 12
         a = source.cfg.algorithm
-        a.overlong_buffer, a.overlong_factor = 2, 3.0
+        a.overlong_buffer, a.options["overlong_factor"] = 2, 3.0
         episodes = source.next(1)
         assert len(set(source.rollouts.engines.seeds)) == 3 * 12, "the greedy episodes have seeds of their own"
         assert {episode.reward for episode in episodes} == {2.0}
@@ -52,7 +52,7 @@ def test_each_prompt_has_its_own_baseline_when_others_are_left_out(tmp_path, mod
     with source_of(tmp_path, model, reply, needs_baselines=True) as source:
         source.cfg.trainer.train_batch_size = 4
         a = source.cfg.algorithm
-        a.dynamic_sampling, a.max_gen_batches = True, 3
+        a.dynamic_sampling, a.options["max_gen_batches"] = True, 3
         episodes = source.next(1)
         rows = [int(episode.group.split(":")[1]) for episode in episodes]
         assert len(set(rows)) == 4 and all(row % 2 for row in rows)
@@ -69,7 +69,7 @@ def test_prompts_completions_and_rewards_belong_together_when_others_are_left_ou
     with source_of(tmp_path, model, reply) as source:
         cfg = source.cfg
         cfg.trainer.train_batch_size, cfg.logger.save_rollouts = 4, True
-        cfg.algorithm.dynamic_sampling, cfg.algorithm.max_gen_batches = True, 3
+        cfg.algorithm.dynamic_sampling, cfg.algorithm.options["max_gen_batches"] = True, 3
         cfg.data.curriculum = "tests.support.curriculum:hardest_first"
         source.ledger = prompt_ledger(cfg, source.prompts)
         order = [draw.index for draw in source.ledger.peek(12)]
@@ -116,7 +116,7 @@ def test_steps_that_draw_several_batches_skip_and_repeat_nothing_whatever_is_kil
     dull_prompts.update(f"p{i}" for i in dull)
     algorithm = source.cfg.algorithm
     source.cfg.trainer.train_batch_size = wanted
-    algorithm.dynamic_sampling, algorithm.max_gen_batches = is_dynamic, batches
+    algorithm.dynamic_sampling, algorithm.options["max_gen_batches"] = is_dynamic, batches
 
     def begin() -> dict[str, Any]:
         source.ledger = prompt_ledger(source.cfg, source.prompts[:size])

@@ -183,10 +183,13 @@ def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
     assert unread_words(["reward.name=x", "reward.on_failure=zero"], cfg) == ["reward.name"]
 
 
-@pytest.mark.parametrize("name", ["dynamic_sampling", "filter_zero_variance"])
+@pytest.mark.parametrize("name", ["dynamic_sampling", "options.filter_zero_variance"])
 def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
     """Nothing is started. With reward functions, a scorer, an environment or penalties, rewards differ."""
-    setattr(cfg.algorithm, name, True)
+    if name == "dynamic_sampling":
+        cfg.algorithm.dynamic_sampling = True
+    else:
+        cfg.algorithm.options["filter_zero_variance"] = True
     given = SimpleNamespace(cfg=cfg, reward_cache=None)
     assert is_built_on(given)
     cfg.trainer.task = f"{HERE}:TASK"
@@ -196,7 +199,7 @@ def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
     cfg.environment.name = "tests.support.retry:RetryEnv"
     assert is_built_on(given)
     cfg.environment.name, cfg.algorithm.overlong_buffer = None, 2
-    if name == "filter_zero_variance":
+    if name != "dynamic_sampling":
         assert is_built_on(given)
 
 

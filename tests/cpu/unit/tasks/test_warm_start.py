@@ -78,7 +78,7 @@ def test_the_name_is_made_of_keys_that_there_are():
     assert {*warm_start._NAMED, *warm_start._WITHOUT_EFFECT} <= keys
 
 
-@pytest.mark.parametrize("key, value", [("sft.optimizer.lr", 0.5), ("model.tiny.seed", 7), ("data.system_prompt", "x")])
+@pytest.mark.parametrize("key, value", [("sft.optimizer.lr", 0.5), ("sft.steps", 7), ("data.system_prompt", "x")])
 def test_what_makes_the_model_is_in_its_name(tmp_path, key, value):
     cfg, other = on_files(tmp_path), on_files(tmp_path)
     set_value(other, key, value)
