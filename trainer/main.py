@@ -134,7 +134,7 @@ def _check_devices(cfg: Config, device: str) -> None:
 
 def train(cfg: Config) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
-    with StartUp(cfg.logger.progress):
+    with StartUp():
         refuse_unread(words_given(), cfg)
         # Takes a moment, which a refused config need not wait.
         from trainer.cluster.early_start import early_for, early_start

@@ -411,7 +411,7 @@ class Trainer:
 
     def _open_progress(self) -> Progress:
         cfg, state, history = self.cfg, self.state, self.directory.metrics()
-        return Progress(cfg.total_steps, cfg.logger.progress, state.step, history, self.timer, cfg.task.shown)
+        return Progress(cfg.total_steps, state.step, history, self.timer, cfg.task.shown)
 
     def _begin_checks(self) -> None:
         """Let the checks of the metrics begin with the steps that are logged."""

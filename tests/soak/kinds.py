@@ -8,7 +8,6 @@ from dataclasses import dataclass
 STEPS = 12
 _COMMON = (
     "logger.plot=false",
-    "logger.progress=false",
     "trainer.device=cpu",
     "trainer.resume_mode=latest",
     "trainer.ckpt_interval=2",

@@ -21,7 +21,6 @@ PPO = ("algorithm=ppo", "trainer.critic.optimizer.lr=1e-3")
 CONFIG = (
     "rollout=transformers",
     "logger.plot=false",
-    "logger.progress=false",
     "trainer.device=cpu",
     "trainer.ray_address=processes",
     f"trainer.total_steps={STEPS}",

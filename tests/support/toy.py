@@ -116,7 +116,6 @@ def toy_config(root: Path, **trainer: Any) -> Config:
     t = cfg.trainer
     t.run_dir, t.ckpt_path, t.export_path = str(root), str(root / "checkpoints"), str(root / "exports")
     t.total_steps, t.ckpt_interval, t.val_interval, t.resume_mode = 5, 1, -1, "latest"
-    cfg.logger.progress = False
     for name, value in trainer.items():
         setattr(t, name, value)
     return cfg

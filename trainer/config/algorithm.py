@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,8 @@ from trainer.config.fields import (
     ResumeRule,
     Section,
     choice,
-    constraint_of,
     number,
     open_section,
-    option,
     setting,
 )
 from trainer.config.rollout import works_ahead
@@ -55,6 +52,8 @@ INPUTS = {
     LOSS: ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids"),
 }
 """Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `scores` of roles."""
+OPTION_KEYS: dict[str, tuple[str, ...]] = {ESTIMATOR: (), LOSS: ("clip_low", "clip_high", "aggregation")}
+"""The keys of the schema that are options of the functions that a key chooses."""
 GIVEN = {
     ESTIMATOR: ("rewards", "mask", "group_ids"),
     LOSS: ("logprobs", "old_logprobs", "advantages", "mask"),
@@ -69,17 +68,14 @@ class AlgorithmConfig(Section):
     advantage_estimator: str = setting("grpo", resume="update")
     """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
     `maxrl`, `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
-    normalize_std: bool | None = option(ESTIMATOR)
-    """`grpo`: divide by the standard deviation of the group. `gae`, `remax`: whiten over the batch. null: the
-    function's default."""
     policy_loss: str = setting("clip", resume="update")
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
     docs/algorithms.md), or an import path `package.module:function`."""
-    clip_low: float | None = option(LOSS, at_least=0)
+    clip_low: float | None = number(None, at_least=0, resume="update")
     """`clip`, `gspo`, `cispo`, `clip_cov`: the lower bound of the ratio is `1 - clip_low`."""
-    clip_high: float | None = option(LOSS, at_least=0)
+    clip_high: float | None = number(None, at_least=0, resume="update")
     """`clip`, `gspo`, `cispo`, `clip_cov`: the upper bound of the ratio is `1 + clip_high`."""
-    aggregation: str | None = option(LOSS, choices=AGGREGATIONS)
+    aggregation: str | None = choice(None, (None, *AGGREGATIONS), resume="update")
     """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
     `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`). null: the
     default of the policy loss; `token_mean` for a function by import path that has none."""
@@ -204,10 +200,3 @@ def unprefixed(algorithm: AlgorithmConfig, names: Collection[str]) -> dict[str, 
     """Return those of `algorithm.options` that are in `KL_OPTIONS` or `CORRECTION_OPTIONS`, as parameters: by the last
     word of their names."""
     return {name.rpartition("_")[2]: value for name, value in algorithm.options.items() if name in names}
-
-
-OPTION_KEYS = {
-    key: [f.name for f in dataclasses.fields(AlgorithmConfig) if constraint_of(f).option_of == key]
-    for key in (ESTIMATOR, LOSS)
-}
-"""The keys of the schema that are options of the functions that a key chooses."""

@@ -41,8 +41,6 @@ class Constraint:
     """The key is a section whose keys the user chooses."""
     section: type | None = None
     """The key is a mapping of sections of this class, by names that the user chooses."""
-    option_of: str | None = None
-    """The key of `algorithm` that chooses the function which gets the value as a keyword argument."""
 
     def problem(self, value: Any) -> str | None:
         """Return why `value` is refused; None: it is allowed."""
@@ -156,15 +154,6 @@ def choice(default: str | None, choices: Iterable[str | None], *, resume: str | 
 def choices(names: Iterable[str], *, resume: str | ResumeRule) -> Any:
     """Return the field of a list, empty by default, of any of `names`."""
     return _field(Constraint(choices=tuple(names)), resume, default_factory=list)
-
-
-def option(of: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
-    """Return the field of an option of the function that `algorithm.<of>` chooses. null: the function's own default.
-
-    Such functions are called in the update, so a changed option acts there.
-    """
-    allowed = (None, *choices) if choices else ()
-    return _field(Constraint(choices=allowed, option_of=of, **bounds), "update", default=None)
 
 
 def open_section(*, resume: str | ResumeRule) -> Any:

@@ -34,8 +34,6 @@ class LoggerConfig(Section):
     trace: bool = setting(False, resume="harmless")
     """Write a timeline of what all processes of the job do to `{run_dir}/trace.json`, for Perfetto
     (https://ui.perfetto.dev), up to 256 MiB."""
-    progress: bool = setting(True, resume="harmless")
-    """Show a live progress display on a terminal, and plain lines elsewhere."""
     plot: bool = setting(True, resume="harmless")
     """Draw `{run_dir}/report.png` at the end."""
     samples: int = number(3, at_least=0, resume="harmless")

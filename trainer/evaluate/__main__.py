@@ -64,7 +64,7 @@ def _evaluate(cfg: Config) -> None:
     from trainer.metrics.timing import StartUp
     from trainer.process.startup import stage
 
-    with StartUp(cfg.logger.progress):
+    with StartUp():
         refuse_unread(words_given(), cfg)
         import_numpy()  # before torch does
         with stage("importing torch and transformers"):

@@ -45,7 +45,7 @@ class Progress:
 
     On a terminal: a bar with the time left and the running phase, and a table of the main metrics; messages are
     printed above it. Elsewhere (a pipe, a log file): one aligned line a step, and the running phase when a step takes
-    long. Not `enabled`: messages alone.
+    long.
 
     Args:
         total_steps: steps of the run, resumes included.
@@ -58,7 +58,6 @@ class Progress:
     def __init__(
         self,
         total_steps: int,
-        enabled: bool = True,
         completed: int = 0,
         history: Iterable[Mapping[str, Any]] = (),
         timer: Timer | None = None,
@@ -67,7 +66,6 @@ class Progress:
         of_task = [(name.rpartition("/")[2], name, "6,.3f") for name in shown]
         self._cells = (*_CELLS[:1], *of_task, *_CELLS[1:])
         self._total = total_steps
-        self._enabled = enabled
         self._completed = completed
         self._timer = timer or Timer()
         self._metrics: dict[str, float] = {}
@@ -81,13 +79,13 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._step_ends.append(time.monotonic())
-        if self._enabled and sys.stdout.isatty() and not Console().is_dumb_terminal:
+        if sys.stdout.isatty() and not Console().is_dumb_terminal:
             left, phase = _TextNow(lambda: self._left(unit=" left"), "dim"), _TextNow(self._phase, "cyan")
             display = _Display(self._below, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), left, phase)
             self._display = self._exit.enter_context(display)
             self._display.add_task("", total=self._total, completed=self._completed)
             self._exit.enter_context(messages_to(self._print_above))
-        elif self._enabled:
+        else:
             is_over = threading.Event()
             thread = threading.Thread(target=self._break_silence, args=[is_over], name="progress", daemon=True)
             with SIGNALS.blocked():
@@ -111,7 +109,7 @@ class Progress:
         self._step_ends.append(time.monotonic())
         if self._display is not None:
             self._display.update(self._display.task_ids[0], completed=step, refresh=True)
-        elif self._enabled:
+        else:
             print(self._line(metrics), flush=True)
         LOG_FILE.write(self._line(metrics))
         self._shown_at = time.monotonic()

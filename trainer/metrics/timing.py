@@ -81,21 +81,18 @@ def clock(seconds: float) -> str:
 class StartUp:
     """Logs each stage that takes more than some seconds (see `trainer.process.startup`). A context manager."""
 
-    def __init__(self, enabled: bool = True):
-        self._enabled = enabled
+    def __init__(self) -> None:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._show, name="start-up display", daemon=True)
 
     def __enter__(self) -> StartUp:
-        if self._enabled:
-            with SIGNALS.blocked():
-                self._thread.start()
+        with SIGNALS.blocked():
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._enabled:
-            self._is_over.set()
-            self._thread.join()
+        self._is_over.set()
+        self._thread.join()
 
     def _show(self) -> None:
         announced = None

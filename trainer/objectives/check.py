@@ -159,7 +159,7 @@ def _check_option(name: str, value: Any) -> None:
     constraint = _BOUNDS.get(name, Constraint())
     problem = constraint.problem(value)
     if problem is None and not constraint.choices:
-        kind = int if name == "pass_k" else type(RUN_OPTIONS.get(name, 1.0))
+        kind = {"pass_k": int, "normalize_std": bool}.get(name) or type(RUN_OPTIONS.get(name, 1.0))
         described = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         problem = None if type(value) in (kind, int if kind is float else kind) else f"must be {described}"
     if problem is not None:

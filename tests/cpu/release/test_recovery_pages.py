@@ -27,7 +27,6 @@ exec {trainer} "$@"
 """
 SMALL = [
     "logger.plot=false",
-    "logger.progress=false",
     "trainer.device=cpu",
     "trainer.num_workers=2",
     "trainer.train_batch_size=4",

@@ -93,7 +93,7 @@ def settings(root: Path, ahead: int = 1, **trainer: Any) -> Config:
     cfg.rollout.n, cfg.rollout.max_response_tokens, cfg.rollout.ahead = 2, 8, ahead
     cfg.data = DataConfig(train_files=files, val_files=files, val_size=2)
     cfg.reward = RewardConfig(name="tests.support.hashed_reward:hashed", num_processes=1)
-    cfg.logger.progress = cfg.logger.plot = False
+    cfg.logger.plot = False
     return cfg
 
 

@@ -64,7 +64,7 @@ def settings(root: Path, **trainer: Any) -> Config:
     files = [str(root / "prompts.jsonl")]
     cfg.data = DataConfig(train_files=files, val_files=files, val_size=2)
     cfg.reward = RewardConfig(name="tests.support.hashed_reward:hashed", num_processes=1)
-    cfg.logger.progress = cfg.logger.plot = False
+    cfg.logger.plot = False
     return cfg
 
 

@@ -14,7 +14,6 @@ from trainer.config import ESTIMATOR, LOSS, AlgorithmConfig, Config, compose, na
 from trainer.config.algorithm import (
     BUILT_IN_INPUTS,
     INPUTS,
-    OPTION_KEYS,
     aggregation_of,
     chosen_options,
     correction_of,
@@ -78,10 +77,10 @@ def test_a_correction_can_be_off_in_a_file(tmp_path):
 
 
 def test_named_options_are_those_that_are_set():
-    algorithm = AlgorithmConfig(clip_high=0.3, normalize_std=True, options={"x": 1, "y": None})
+    algorithm = AlgorithmConfig(clip_high=0.3, options={"x": 1, "y": None})
     assert algorithm.options == {"x": 1}, "null is the default of the function"
     assert named_options(algorithm, LOSS) == {"clip_high": 0.3}
-    assert named_options(algorithm, ESTIMATOR) == {"normalize_std": True}
+    assert named_options(algorithm, ESTIMATOR) == {}
 
 
 def loss(logprobs, old_logprobs, advantages, mask, *, clip_high=0.1, sharpness=2.0, aggregation="seq_mean_token_sum"):
@@ -93,11 +92,6 @@ def plain_loss(logprobs, old_logprobs, advantages, mask):
 
 
 OWN = f"{__name__}:loss"
-
-
-def test_every_option_belongs_to_the_key_that_chooses_its_function():
-    assert {"normalize_std"} == set(OPTION_KEYS[ESTIMATOR])
-    assert {"clip_low", "clip_high", "aggregation"} == set(OPTION_KEYS[LOSS])
 
 
 def test_the_table_of_inputs_says_what_the_built_in_functions_read():

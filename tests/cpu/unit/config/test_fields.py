@@ -20,7 +20,6 @@ from trainer.config.fields import (
     choices,
     config_error,
     number,
-    option,
     resume_rules,
     subsection,
     walk_keys,
@@ -124,7 +123,7 @@ class Inner(Section):
 @dataclass
 class Outer(Section):
     inner: Inner = subsection(Inner, resume="update")
-    share: float | None = option("policy_loss", above=0, at_most=1)
+    share: float | None = number(None, above=0, at_most=1, resume="update")
     every: int = number(3, at_least=2, off=-1, resume=ResumeRule("never", "it is fixed"))
 
 
@@ -132,7 +131,7 @@ def test_metadata_holds_the_rule_of_each_helper():
     outer = Outer(inner=Inner())
     rules = {key: rule for key, _, rule in walk_keys(outer, "x")}
     assert rules == {
-        "x.share": Constraint(above=0, at_most=1, option_of="policy_loss"),
+        "x.share": Constraint(above=0, at_most=1),
         "x.every": Constraint(at_least=2, off=-1),
         "x.inner.names": Constraint(choices=("a", "b")),
         "x.inner.mode": Constraint(choices=(None, "a")),

@@ -59,13 +59,15 @@ def bare_loss(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
 
 @pytest.fixture(autouse=True)
 def own_functions(tmp_path, monkeypatch) -> None:
-    """Functions of the user's, with an option of the name of every key, and defaults that nothing else has."""
+    """Functions of the user's, with an option of the name of each that presets set, and defaults that nothing else
+    has."""
+    options = {ESTIMATOR: ("normalize_std", "gamma", "lam"), LOSS: OPTION_KEYS[LOSS]}
     parameters = {
         key: ", ".join(
             f"{name}={'seq_mean_token_sum' if name == 'aggregation' else 0.125 * i!r}"
-            for i, name in enumerate(OPTION_KEYS[key], start=1)
+            for i, name in enumerate(names, start=1)
         )
-        for key in REGISTRIES
+        for key, names in options.items()
     }
     text = OWN_FUNCTIONS.format(estimator=parameters[ESTIMATOR], loss=parameters[LOSS])
     (tmp_path / "own_functions.py").write_text(text.replace("=seq_mean_token_sum", "='seq_mean_token_sum'"))

@@ -53,4 +53,4 @@ def test_a_run_within_a_run_has_no_service():
 def test_a_resume_may_change_what_is_shown():
     changes = {key: rule.change for key, rule in resume_rules(config_of([])).items() if key.startswith("logger.")}
     assert changes == {f"logger.{key}": "harmless" for key, *_ in walk_keys(LoggerConfig())}
-    assert {"logger.progress", "logger.services"} <= set(changes)
+    assert {"logger.plot", "logger.services"} <= set(changes)

@@ -84,12 +84,6 @@ def test_named_validation_sets_are_shown(capsys, beside):
     assert expected in capsys.readouterr().out
 
 
-def test_switched_off_it_prints_no_steps(capsys):
-    with Progress(3, enabled=False) as progress:
-        progress.update(1, step_metrics(1))
-    assert capsys.readouterr().out == ""
-
-
 def test_a_long_step_tells_its_phase_now_and_then(monkeypatch, caplog):
     monkeypatch.setattr("trainer.process.time_limits.QUIET_S", 0.05)
     timer = Timer()

@@ -81,7 +81,7 @@ def test_samples_of_one_episode_share_its_advantage():
     assert joined["input_ids"].tolist() == [[50, 1, 2, 50, 1, 2, 51, 3], [50, 4, 0, 0, 0, 0, 0, 0]]
     assert joined["mask"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 0, 0]]
     assert (joined["lengths"].tolist(), joined["group_ids"].tolist()) == ([8, 2], [0, 0])
-    a = AlgorithmConfig(normalize_std=False)
+    a = AlgorithmConfig(options={"normalize_std": False})
     advantages = add_advantages(joined, np.array([1.0, 0.0]), a)["advantages"]
     assert split_samples(advantages, rows, episode_ids).tolist() == [
         [0, 0.5, 0.5, 0, 0],

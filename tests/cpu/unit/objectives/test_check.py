@@ -177,8 +177,12 @@ def test_valid_functions_are_accepted(settings, own_functions):
             "algorithm.options.kl_horizon=500: must be at least the 512 completions of one step",
         ),
         (
-            {"advantage_estimator": "rloo", "policy_loss": "reinforce", "normalize_std": True},
-            "algorithm.normalize_std=True: algorithm.advantage_estimator=rloo does not take it; it takes no option$",
+            {"advantage_estimator": "rloo", "policy_loss": "reinforce", "clip_low": 0.1},
+            "algorithm.clip_low=0.1: algorithm.policy_loss=reinforce does not take it; it takes aggregation$",
+        ),
+        (
+            {"advantage_estimator": "grpo", "options": {"normalize_std": 1}},
+            "algorithm.options.normalize_std=1: must be true or false$",
         ),
         (
             {"advantage_estimator": "rloo", "options": {"gamma": 0.9}},

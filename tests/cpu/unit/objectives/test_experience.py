@@ -243,7 +243,7 @@ def gae(**options: Any) -> Settings:
 CORRECTED = {"rollout_correction": "mis"}
 EXPERIENCE_CHANGES: list[tuple[str, Any, Settings]] = [
     ("advantage_estimator", "rloo", {}),
-    ("normalize_std", False, {}),
+    ("options", {"normalize_std": False}, {}),
     ("options", {"gamma": 0.5}, gae(options={"gamma": 1.0})),
     ("options", {"lam": 0.5}, gae(options={"lam": 1.0})),
     ("options", {"pass_k": 2}, {"advantage_estimator": "grpo_passk", "options": {"pass_k": 1}}),
