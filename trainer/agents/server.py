@@ -17,7 +17,7 @@ from aiohttp import web
 from trainer.agents.answers import Answer
 from trainer.agents.episode import AgentEpisode, ended
 from trainer.agents.errors import ApiError
-from trainer.process.network import app_runner, listen
+from trainer.process.network import listen, start_server
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
 LOG = logging.getLogger(__name__)
@@ -100,9 +100,7 @@ class AgentServer:
         app.router.add_get(f"{_PATH}/models", self._models)
         app.router.add_get(f"{_PATH}/models/{{model:.+}}", self._model)
         # An agent whose connection breaks may repeat its request at once: the handler must know.
-        self._runner = app_runner(app, auto_decompress=False)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
+        self._runner = await start_server(app, listener, auto_decompress=False)
 
     def _episode(self, request: web.Request) -> AgentEpisode:
         secret = request.match_info["secret"]

@@ -11,8 +11,6 @@ import socket
 import tempfile
 from typing import Any
 
-from aiohttp import web
-
 from trainer.config import Config
 from trainer.config.engines import ENGINES
 from trainer.config.rollout import TOKEN, read_token
@@ -22,7 +20,7 @@ from trainer.generation.config_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
-from trainer.process.network import app_runner, listen
+from trainer.process.network import listen, start_server
 from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -105,9 +103,7 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
     architecture = describe_model(cfg.model, path, description["max_tokens"])
     gateway = Gateway(token, time_limits.SERVER_LEASE_S, description, architecture)
     gateway.backend = Backend(settings, gateway.forget_weights)
-    runner = app_runner(gateway.application())
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
+    runner = await start_server(gateway.application(), listener)
     shown = f"[{inference.host}]" if ":" in inference.host else inference.host
     address = f"http://{shown}:{listener.getsockname()[1]}"
     LOG.info("listening on %s, loading %s", address, name)

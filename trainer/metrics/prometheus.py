@@ -20,7 +20,7 @@ from trainer.metrics.names import declared_as, is_counter
 from trainer.metrics.sinks import Rows, Sink
 from trainer.process import time_limits
 from trainer.process.log_setup import encodable
-from trainer.process.network import listen
+from trainer.process.network import listen, most_connections
 from trainer.process.signals import SIGNALS, Progress
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class MetricsServer(Sink):
         self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         listener = listen(host, port, f"{_KEY}={host}:{port}")
-        self._server = ThreadingHTTPServer(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self._server = _Server(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self._server.free = threading.Semaphore(min(64, most_connections()))
         self._server.socket.close()
         self._server.socket, self._server.daemon_threads = listener, True
         self._server.answer = self._answer  # type: ignore[attr-defined]
@@ -146,6 +147,22 @@ class MetricsServer(Sink):
             status = 503 if health["status"] == "stalled" else 200
             return status, "application/json", json.dumps(health).encode() + b"\n"
         return 404, "text/plain; charset=utf-8", b"this server has /metrics and /health\n"
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers few requests at a time, and closes further connections: the descriptors are the run's."""
+
+    request_queue_size = 1024
+    free: threading.Semaphore
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self.free.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free.release()
 
 
 class _Handler(BaseHTTPRequestHandler):

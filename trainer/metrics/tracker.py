@@ -196,9 +196,8 @@ class Tracker:
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
-    """Return the objects of a `metrics.jsonl` in file order. `null` becomes None.
-
-    A torn last line (the machine went down) is left out. Without a file the list is empty.
+    """Return the objects of a `metrics.jsonl` in file order. `null` becomes None. A torn last line (the machine went
+    down) is left out. Without a file the list is empty.
 
     Raises:
         UserError: another line is not a JSON object with a `step` and numbers.

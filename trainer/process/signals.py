@@ -89,10 +89,8 @@ class Signals:
         self._steps = "before"
 
     def listen(self) -> None:
-        """Record the signals until the process exits. An entry point calls this before it imports other modules.
-
-        No exception is raised before `listening` begins, because exceptions are handled there.
-        """
+        """Record the signals until the process exits. An entry point calls this before it imports other modules. No
+        exception is raised before `listening` begins, because exceptions are handled there."""
         open_standard_streams()
         for number in HANDLED:
             signal.signal(number, self._on_signal)
@@ -283,10 +281,7 @@ class Signals:
                 sys.executable,
                 [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
                 os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, reading, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                ],
+                file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
                 setsid=True,  # it must not receive the signals to the process group
                 setsigmask=HANDLED,  # nor die of those that a scheduler sends to each process of the job
             )

@@ -8,13 +8,7 @@ import time
 from collections.abc import Sequence
 
 from trainer.config import TrainerConfig
-from trainer.errors import (
-    DivergedError,
-    NonFiniteError,
-    NonRetryableError,
-    WorkerError,
-    describe_with_place,
-)
+from trainer.errors import DivergedError, NonFiniteError, NonRetryableError, WorkerError, describe_with_place
 from trainer.metrics.health import Divergence
 from trainer.process import time_limits
 from trainer.process.failure_log import INCIDENTS, describe
@@ -26,11 +20,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Recovery:
-    """The failures of this process's run, and the restarts of its ranks.
-
-    Args:
-        optimizer: config section of the optimizer, for advice.
-    """
+    """The failures of this process's run, and the restarts of its ranks. Advice names the section `optimizer`."""
 
     def __init__(self, trainer: TrainerConfig, stop: StopRequest, optimizer: str):
         self._run_dir = trainer.run_dir
@@ -80,13 +70,8 @@ class Recovery:
         self._failure, self._delay_s = error, decision.delay_s
         fact = error.message if isinstance(error, WorkerError) else describe_with_place(error)
         after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
-        LOG.warning(
-            "%s; the ranks start again%s, from the last commit (restart %d; trainer.max_restarts=%d)",
-            fact,
-            after,
-            self._restarts.count,
-            self._limit,
-        )
+        count = f"restart {self._restarts.count}; trainer.max_restarts={self._limit}"
+        LOG.warning("%s; the ranks start again%s, from the last commit (%s)", fact, after, count)
 
     def wait(self) -> None:
         """Wait for the time that the next restart is put off.
@@ -104,11 +89,8 @@ class Recovery:
         self._record_restart("restarted the ranks")
 
     def diverged(self, divergence: Divergence, saved: Sequence[int]) -> DivergedError:
-        """Return the exception that ends a run which has diverged. Its message names the checkpoint to go back to.
-
-        Args:
-            saved: steps of the checkpoints.
-        """
+        """Return the exception that ends a run which has diverged. Of the checkpoints of the steps in `saved`, its
+        message names the one to go back to."""
         good = max((step for step in saved if step < divergence.first_step), default=None)
         lower = f"a lower {self._optimizer}.lr"
         if good is None:

@@ -10,11 +10,8 @@ from trainer.process.signals import SIGNALS
 
 
 class StopRequest:
-    """Whether, and why, the run should stop after the current step.
-
-    Args:
-        deadline: ISO 8601 time; None: the end of the Slurm job, if the run is one.
-    """
+    """Whether, and why, the run should stop after the current step. Without a `deadline` (an ISO 8601 time), it stops
+    before the end of the Slurm job, if it is one."""
 
     def __init__(self, deadline: str | None):
         self._deadline: float | None = None
