@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
-from trainer.config.schema import foreign_keys, with_sections, without_source
-from trainer.process.log_setup import ToolParser, run_tool
+from trainer.config.schema import counterpart_of, foreign_keys, with_sections, without_source
+from trainer.errors import UserError, did_you_mean
+from trainer.process.log_setup import ToolParser, run_tool, show
 
 _HEADER = [
     "# Configuration reference",
@@ -27,36 +29,60 @@ _HEADER = [
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the reference of all keys, as `trainer config` does; returns the exit status."""
-    parser = ToolParser(prog="trainer config", description="Print the reference of all config keys.")
-    return run_tool(parser, lambda args: print(page()), argv)
+    """Print the reference of all keys, or of some, as `trainer config` does; returns the exit status."""
+    parser = ToolParser(prog="trainer config", description="Print the reference of the config keys.")
+    parser.add_argument("words", nargs="*", metavar="KEY", help="a key, or a part of one; default: all, as Markdown")
+    return run_tool(parser, lambda args: show(_entries_of(args.words)) if args.words else print(page()), argv)
 
 
 def page() -> str:
     """Return the text of `docs/config.md`."""
-    config, lines = with_sections(), list(_HEADER)
+    lines, last = list(_HEADER), ""
+    for name, (key, *rest) in _rows():
+        if name != last:
+            head = [f"## {name}", "", "| key | type | default | resume | meaning |", "|---|---|---|---|---|"]
+            lines += [*([""] if last else []), *head]
+        lines.append("| " + " | ".join([f"`{key}`", *rest]) + " |")
+        last = name
+    return "\n".join([*lines, "", *_foreign_table()])
+
+
+def _rows() -> Iterator[tuple[str, tuple[str, str, str, str, str]]]:
+    """Yield each section with key, type, default, resume rule and meaning of one of its keys."""
+    config = with_sections()
     rules = resume_rules(config)
     for name, section in walk_sections(config):
         if without_source(name) != name:
             continue
-        docs, rows = field_docs(type(section)), []
+        docs = field_docs(type(section))
         for f in dataclasses.fields(section):
             key, value = f"{name}.{f.name}", getattr(section, f.name)
             if not dataclasses.is_dataclass(value):
                 shown = "{}" if constraint_of(f).section else as_written(value)
-                rows.append(f"| `{key}` | {_type_of(f)} | `{shown}` | {_rule(rules[key])} | {docs[f.name]} |")
+                yield name, (key, _type_of(f), f"`{shown}`", _rule(rules[key]), docs[f.name])
             elif without_source(key) != key:
-                rows.append(f"| `{key}` | section | the run's | that of the key | {docs[f.name]} |")
-        if rows:
-            lines += [
-                f"## {name}",
-                "",
-                "| key | type | default | resume | meaning |",
-                "|---|---|---|---|---|",
-                *rows,
-                "",
-            ]
-    return "\n".join([*lines, *_foreign_table()])
+                yield name, (key, "section", "the run's", "that of the key", docs[f.name])
+
+
+def _entries_of(words: Sequence[str]) -> str:
+    """Return the entries of the keys that hold one of the words.
+
+    Raises:
+        UserError: no key does.
+    """
+    rows, found = [row for _, row in _rows()], {}
+    for word in words:
+        wanted = word.lstrip("+~").partition("=")[0]
+        exact = [row for row in rows if row[0] == wanted]
+        some = exact or [row for row in rows if wanted.lower() in row[0].lower()]
+        if not some:
+            meant = counterpart_of(wanted) or did_you_mean(wanted, [row[0] for row in rows])
+            raise UserError(f"{word}: no key has that in its name" + (f"; {meant}" if meant else ""))
+        found |= {row[0]: row for row in some}
+    return "\n".join(
+        f"{key}: {kind}, default {default.strip('`')}, resume {rule}\n  {meaning}"
+        for key, kind, default, rule, meaning in found.values()
+    )
 
 
 def _foreign_table() -> list[str]:

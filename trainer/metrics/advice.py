@@ -137,7 +137,8 @@ RULES = (
         lambda s: s["reward/zero_std_frac"] == 1 or s["reward/zero_std_frac"] >= 0.8 and not s.is_solved(),
         "`reward/zero_std_frac` is at least 0.8 although the task is not solved, or 1",
         "little is learnt from the prompts whose completions all get the same reward (healthy runs stay below 0.6); "
-        f"try a larger rollout.n or rollout.temperature, {_FINER}",
+        f"try a larger rollout.n or rollout.temperature, {_FINER}, or algorithm.dynamic_sampling, which draws other "
+        "prompts in their place",
     ),
     Rule(
         "entropy_collapse",

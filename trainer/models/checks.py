@@ -111,8 +111,8 @@ def refuse_axis(axis: str, size: int, problem: str) -> NoReturn:
     raise UserError(f"trainer.{AXES[axis].key}={size}: {problem}")
 
 
-def check_episode_length(cfg: Config, model_path: str) -> None:
-    """Check that the policy can read the longest episode of the environment. Of the engines, vLLM alone checks it.
+def check_longest_sequence(cfg: Config, model_path: str) -> None:
+    """Check that the policy can read the longest sequence. Of the engines, vLLM alone checks it.
 
     Args:
         cfg: of a run on one source alone.
@@ -121,12 +121,16 @@ def check_episode_length(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: it cannot.
     """
-    if cfg.environment.name is None:
-        return
     positions = positions_of(load_config(cfg.model, model_path))
-    if positions is not None and cfg.environment.max_tokens > positions:
-        problem = f"model.path={cfg.model.path} reads at most {positions} tokens (max_position_embeddings); lower it"
-        raise config_error(cfg, "environment.max_tokens", problem)
+    if positions is None:
+        return
+    reads = f"model.path={cfg.model.path} reads at most {positions} tokens (max_position_embeddings)"
+    rollout, limit = cfg.rollout, cfg.environment.max_tokens if cfg.environment.name else 0
+    if limit > positions:
+        raise config_error(cfg, "environment.max_tokens", f"{reads}; lower it")
+    if limit <= 0 and rollout.max_prompt_tokens + rollout.max_response_tokens > positions:
+        prompt = f"prompt (rollout.max_prompt_tokens={rollout.max_prompt_tokens})"
+        raise config_error(cfg, "rollout.max_response_tokens", f"{reads}, {prompt} and reply together; lower it")
 
 
 def positions_of(config: PretrainedConfig) -> int | None:

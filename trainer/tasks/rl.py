@@ -14,7 +14,7 @@ from trainer.environments.preflight import try_environment
 from trainer.errors import TrialError, UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
-from trainer.models.checks import check_episode_length, check_trained_models
+from trainer.models.checks import check_longest_sequence, check_trained_models
 from trainer.models.files import import_configs, resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
@@ -142,7 +142,7 @@ def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
         _check_model(cfg)
         if cfg.model.path is not None:
             path = resolve_model_path(cfg.model.path)
-            refused += find_refusals(cfg, sources, lambda own: check_episode_length(own, path))
+            refused += find_refusals(cfg, sources, lambda own: check_longest_sequence(own, path))
     except UserError as error:
         refused += sentences_of(error)
     if refused:
