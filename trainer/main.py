@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 
@@ -18,10 +19,12 @@ from trainer.metrics.names import is_metric, pass_at, set_of_metric
 from trainer.metrics.sinks import find_sink
 from trainer.metrics.timing import StartUp
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.process.machine_limits import usable_cores
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.run.run_metadata import has_metrics, second_run
 
+LOG = logging.getLogger(__name__)
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
 """What every rank imports. The first optimizer of a process imports the second one."""
 
@@ -118,7 +121,11 @@ def _run_dir(run_dir: str) -> Iterator[None]:
 
 def _check_devices(cfg: Config, device: str) -> None:
     """Refuse more ranks than this machine has GPUs. A cluster to join is asked after it is joined."""
-    if device != "cuda" or cfg.trainer.ray_address not in (None, PROCESSES):
+    if cfg.trainer.ray_address not in (None, PROCESSES):
+        return
+    if device != "cuda":
+        if cfg.trainer.num_workers > (cores := usable_cores()):
+            LOG.info("NOTE: trainer.num_workers=%d: the ranks share %d cores", cfg.trainer.num_workers, cores)
         return
     import torch
 

@@ -21,7 +21,7 @@ from trainer.checkpoint.exports import PolicyExports
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
-from trainer.errors import DivergedError, NonFiniteError, UserError
+from trainer.errors import DivergedError, NonFiniteError, UserError, format_size
 from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
@@ -50,6 +50,11 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.transcripts import TranscriptLog
 
 LOG = logging.getLogger(__name__)
+_LEAST_LR_OF_ADAPTERS = 5e-6
+_BYTES_OF_A_PARAMETER = 12
+"""In a checkpoint: float32, with two moments."""
+_MUCH = 10e9
+"""Bytes of checkpoints from which a start says how many there will be."""
 
 
 class Trainer:
@@ -423,3 +428,21 @@ class Trainer:
         if resume is not None:
             origin = f"{'forked' if resume.restore.fork else 'resumed'} from {resume.checkpoint.path}"
             LOG.info("%s, step %d of %d", origin, self.state.step, self.cfg.total_steps)
+        for note in self._notes_of_start():
+            LOG.info("NOTE: %s", note)
+
+    def _notes_of_start(self) -> Iterator[str]:
+        """Yield what a user may not expect of the settings."""
+        t, ranks, optimizer = self.cfg.trainer, self.learner.ranks, self.cfg.roles[0].optimizer
+        if t.policy.lora.rank is not None and optimizer is not None and optimizer.lr < _LEAST_LR_OF_ADAPTERS:
+            yield (
+                f"{self.cfg.task.optimizer}.lr={optimizer.lr:g} is a learning rate for whole weights; adapters learn "
+                "with ten times as much, such as 1e-5 or 1e-4"
+            )
+        saves = self.cfg.total_steps // t.ckpt_interval if isinstance(t.ckpt_interval, int) else 0
+        size = saves * _BYTES_OF_A_PARAMETER * ranks.num_parameters[1] * len(ranks.saved_roles)
+        if t.max_ckpts_to_keep < 0 and saves > 1 and size > _MUCH:
+            yield (
+                f"all {saves} checkpoints are kept, {format_size(size)} in the end; trainer.max_ckpts_to_keep=3 keeps "
+                "the last three"
+            )

@@ -52,7 +52,9 @@ class ShardedFiles:
             free, needed = files.free_bytes(), _size(state)
             is_full = free is not None and free < max(1 << 20, needed // 1000)
             room = "" if free is None else f" ({format_size(free)} are free)"  # torch's own message does not say it
-            reason = f"the disk is full: {format_size(needed)} are needed" if is_full else f"{cause}{room}"
+            remedy = "delete what is not needed, or keep fewer checkpoints (trainer.max_ckpts_to_keep)"
+            full = f"the disk is full: {format_size(needed)} are needed; {remedy}"
+            reason = full if is_full else f"{cause}{room}"
             text = f"rank {failed} could not write {name}: {reason}"
             raise OSError(*([errno.ENOSPC] if is_full else []), text) from None
         return [asdict(files.written[path]) for path in sorted(files.written)]

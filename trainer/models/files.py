@@ -260,9 +260,12 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
     """
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "config.json")):
-            below = (os.path.join(glob.escape(path), *depth, "config.json") for depth in (["*"], ["*", "*"]))
-            inside = [file for pattern in below for file in sorted(glob.glob(pattern))]
+            below = ("*", "*/*", "exports/global_step_*/policy")
+            found = [glob.glob(f"{glob.escape(path)}/{directory}/config.json") for directory in below]
+            inside = [max(files, key=lambda file: (len(file), file)) for files in found if files]
             instead = f"; {os.path.dirname(inside[-1])} has one" if inside else ""
+            if not inside and os.path.exists(os.path.join(path, "metrics.jsonl")):
+                instead = f"; it is a run: trainer checkpoint export {shlex.quote(path)} DIRECTORY makes one of it"
             if os.path.exists(os.path.join(path, "manifest.json")):
                 instead = f"; it is a checkpoint: trainer checkpoint export {shlex.quote(path)} DIRECTORY converts it"
             raise UserError(

@@ -51,6 +51,8 @@ class PlannedDisk:
     """Bytes of an export in Hugging Face format."""
     total: int
     """Bytes of all checkpoints and exports that are kept."""
+    kept: int
+    """Checkpoints that are kept."""
     interval_steps: int
     """Steps between saves."""
     save_s: float
@@ -214,4 +216,4 @@ def _disk(cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], seconds: 
     made = math.ceil(steps / interval)
     kept = made if t.max_ckpts_to_keep < 0 else min(made, t.max_ckpts_to_keep)
     exports = math.ceil(steps / t.hf_save_interval) if t.hf_save_interval > 0 else 0
-    return PlannedDisk(checkpoint, export, kept * checkpoint + exports * export, interval, save)
+    return PlannedDisk(checkpoint, export, kept * checkpoint + exports * export, kept, interval, save)

@@ -121,7 +121,7 @@ def _sizes(plan: Plan) -> Iterable[tuple[str, str]]:
     save = f"every {disk.interval_steps} steps, {_duration(disk.save_s)} to save"
     yield "a checkpoint", f"{_gb(disk.checkpoint)} GB, {save}"
     yield "an export", f"{_gb(disk.export)} GB"
-    yield "disk", f"{_gb(disk.total)} GB for all that is kept"
+    yield "disk", f"{_gb(disk.total)} GB for what is kept: {disk.kept} checkpoints (trainer.max_ckpts_to_keep), exports"
 
 
 def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:

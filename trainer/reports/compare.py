@@ -196,8 +196,8 @@ def _print_table(rows: list[dict[str, Any]], keys: list[str]) -> None:
     from rich.text import Text
 
     table = Table()
-    lasts = [key.rpartition(".")[2] for key in keys]
-    # A long name makes a wide column: the last word stands for the key if no other column has it.
+    lasts = [".".join(key.split(".")[-2:]) for key in keys]
+    # A long name makes a wide column: the last two words stand for the key if no other column has them.
     taken = [*lasts, *rows[0]]
     short = {key: last if taken.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
     texts = {"run", *keys}

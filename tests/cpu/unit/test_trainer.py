@@ -132,6 +132,23 @@ def test_a_resumed_run_advises_about_what_began_before_it_and_not_again(tmp_path
     assert notes(8) == []
 
 
+def test_a_start_says_what_checkpoints_will_take_and_that_adapters_learn_faster(tmp_path, model):
+    cfg = toy_config(tmp_path, total_steps=40)
+    with RunDirectory(cfg).open() as directory:
+        trainer = toy_trainer(cfg, directory, model)
+        trainer.learner.ranks.num_parameters = (10**9, 10**9)
+        trainer.cfg.trainer.ckpt_interval = 10
+        assert list(trainer._notes_of_start()) == [
+            "all 4 checkpoints are kept, 48.00 GB in the end; trainer.max_ckpts_to_keep=3 keeps the last three"
+        ]
+        trainer.cfg.trainer.max_ckpts_to_keep = 3
+        assert list(trainer._notes_of_start()) == []
+        trainer.cfg.trainer.policy.lora.rank = 8
+        trainer.cfg.trainer.policy.optimizer.lr = trainer.cfg.sft.optimizer.lr = 1e-6
+        (note,) = trainer._notes_of_start()
+        assert "optimizer.lr=1e-06 is a learning rate for whole weights" in note
+
+
 @pytest.mark.parametrize("reason", [None, "SIGTERM"])
 def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, caplog, reason):
     caplog.set_level("INFO")

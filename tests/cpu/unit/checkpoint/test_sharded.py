@@ -60,7 +60,8 @@ def read_more_than_was_written(rank, directory: str) -> tuple[dict, str]:
 def test_a_full_disk_is_named_with_the_size_of_the_save(tmp_path):
     with small_disk("4m") as disk:
         text = run_ranks(1, write_too_much, disk)[0]
-    assert text == "rank 0 could not write policy: the disk is full: 16.00 MB are needed"
+    remedy = "delete what is not needed, or keep fewer checkpoints (trainer.max_ckpts_to_keep)"
+    assert text == f"rank 0 could not write policy: the disk is full: 16.00 MB are needed; {remedy}"
 
 
 def write_too_much(rank, directory: str) -> str:

@@ -30,6 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tables import table
 from trainer.config import LM, SCORE, Config, FSDPConfig, LoraConfig, ModelConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import UserError
+from trainer.models.files import resolve_model_path
 from trainer.models.loading import _leave_training_mode, empty_causal_lm, load_model
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import hugging_face_name
@@ -336,3 +337,16 @@ def test_a_critic_needs_no_head_of_a_language_model(path):
 
 def load_critic(rank: Rank, path: str) -> Weights:
     return full(load_model(ModelConfig(path=path), path, rank.layout, critic_role(rank.cfg)))
+
+
+def test_a_run_as_a_model_leads_to_its_newest_export(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints/global_step_10").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no config.json, .* it is a run: trainer checkpoint export .*run DIRECTORY "):
+        resolve_model_path(str(run))
+    for step in (9, 10):
+        (run / f"exports/global_step_{step}/policy").mkdir(parents=True)
+        (run / f"exports/global_step_{step}/policy/config.json").write_text("{}")
+    with pytest.raises(UserError, match="; .*/exports/global_step_10/policy has one$"):
+        resolve_model_path(str(run))

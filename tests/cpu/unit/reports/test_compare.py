@@ -54,7 +54,7 @@ def test_the_table_has_differing_keys_best_and_last_values_and_steps_with_the_be
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line or "┃" in line]
     cells = [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
     assert cells == [
-        ["run", "lr", "start", "best val/accuracy", "at step", "last", "steps"],
+        ["run", "policy.lr", "start", "best val/accuracy", "at step", "last", "steps"],
         ["better", "0.25", "0.25", "0.75", "2", "0.625", "3"],
         ["worse", "0.5", "0.25", "0.5", "1", "0.125", "2"],
     ]
@@ -74,7 +74,7 @@ def test_curves_are_drawn_whatever_the_names_of_the_runs(tmp_path):
 def test_a_key_whose_last_word_is_another_column_keeps_its_name(capsys):
     _print_table([{"run": "one", "sft.steps": 400, "policy.lr": 0.5, "steps": 2}], ["sft.steps", "policy.lr"])
     titles = capsys.readouterr().out.splitlines()[1]
-    assert [title.strip() for title in titles.strip("┃").split("┃")] == ["run", "sft.steps", "lr", "steps"]
+    assert [title.strip() for title in titles.strip("┃").split("┃")] == ["run", "sft.steps", "policy.lr", "steps"]
 
 
 def test_a_lower_value_is_better_with_best_mode_min(tmp_path, capsys):
@@ -125,7 +125,7 @@ def test_of_many_keys_those_of_the_commands_are_shown(tmp_path, capsys):
     runs, picture = many_keys(tmp_path, 37), ["--out", str(tmp_path / "x.png")]
     assert main([*runs, *picture]) == 0
     out = capsys.readouterr().out
-    assert header(out) == ["run", *(f"key_{n:02}" for n in (*range(1, 12), 30)), *RESULTS]
+    assert header(out) == ["run", *(f"trainer.key_{n:02}" for n in (*range(1, 12), 30)), *RESULTS]
     assert "25 more keys differ (trainer.key_12, trainer.key_13, " in out
     assert main([*runs, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)[0]) == 1 + 37 + len(RESULTS)
