@@ -24,6 +24,7 @@ from trainer.cluster.supervisor import signal_on_death_of_parent
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs/files/grafana.json").read_text())
 LACKING = {
     "trainer_environment_failures": "only jobs with an environment",
+    "trainer_perf_mfu": "only jobs on GPUs",
     "trainer_time_environment": "only jobs with an environment",
 }
 """The metrics of the dashboard that the job of this file cannot have."""
