@@ -66,8 +66,7 @@ def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
     sizes = axis_sizes(cfg.trainer)
     for axis, size in sizes.items():
         if size > 1 and axis in PROBLEMS:
-            problem = PROBLEMS[axis](model, sizes, name)
-            if problem is not None:
+            if (problem := PROBLEMS[axis](model, sizes, name)) is not None:
                 refuse_axis(axis, size, problem)
 
 
@@ -103,11 +102,7 @@ messages call the model."""
 
 
 def refuse_axis(axis: str, size: int, problem: str) -> NoReturn:
-    """Raise an error about the size of an axis.
-
-    Raises:
-        UserError: always.
-    """
+    """Raise a `UserError` about the size of an axis."""
     raise UserError(f"trainer.{AXES[axis].key}={size}: {problem}")
 
 

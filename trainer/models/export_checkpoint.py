@@ -263,9 +263,7 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
         pairs = {name: [f"{_MODEL}{p}" for p in adapter_parameters(name)] for name in names if name in adapted}
-        adapters = (
-            files.tensors("policy", [parameter for pair in pairs.values() for parameter in pair]) if pairs else {}
-        )
+        adapters = files.tensors("policy", [p for pair in pairs.values() for p in pair]) if pairs else {}
         merged = {}
         for name in names:
             if name in heads:
@@ -293,5 +291,4 @@ def _base_weights(base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
             "directory with --base, or write only the adapter with --adapter"
         )
     file_of = {name: file for name, (file, _) in sorted(found.items())}
-    weights = {name: torch.empty(found[name][1], device="meta") for name in file_of}
-    return file_of, weights
+    return file_of, {name: torch.empty(found[name][1], device="meta") for name in file_of}
