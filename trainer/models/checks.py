@@ -65,9 +65,8 @@ def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
     """
     sizes = axis_sizes(cfg.trainer)
     for axis, size in sizes.items():
-        if size > 1 and axis in PROBLEMS:
-            if (problem := PROBLEMS[axis](model, sizes, name)) is not None:
-                refuse_axis(axis, size, problem)
+        if size > 1 and axis in PROBLEMS and (problem := PROBLEMS[axis](model, sizes, name)) is not None:
+            refuse_axis(axis, size, problem)
 
 
 def cp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
