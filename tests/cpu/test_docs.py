@@ -29,7 +29,11 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md"))]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
-WITH_OPTIONS = [*(ROOT / "trainer/algorithms").glob("*.py"), ROOT / "trainer/objectives/check.py"]
+WITH_OPTIONS = [
+    *(ROOT / "trainer/algorithms").glob("*.py"),
+    ROOT / "trainer/config/algorithm.py",
+    ROOT / "trainer/objectives/check.py",
+]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 
