@@ -50,8 +50,8 @@ def main() -> int | None:
     command = words[0] if words else "--help"
     if command in JOBS:
         SIGNALS.listen()  # before the other imports, which take a part of a second
-    if os.getcwd() not in sys.path:  # as `python -m` does: modules of the user are imported from there
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # for modules of the user, which hide no others: `trainer` is this package
+        sys.path.append(os.getcwd())
     if command in COMMANDS:
         sys.argv = [f"trainer {command}", *words[1:]]
         module, _, function = COMMANDS[command][0].partition(":")

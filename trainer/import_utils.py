@@ -49,7 +49,7 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
             "command in the directory of the module"
         )
     if os.getcwd() not in sys.path:  # for a file in the directory in which the command was given
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     import_numpy()
     here = os.getcwd().replace("{", "{{").replace("}", "}}")
     with importing(), user_code(f"{key}={path}: cannot be imported ({{}}), neither from {here} nor from a package"):

@@ -151,7 +151,7 @@ def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, 
     with _signals_to_child() as send_to, open(reading, "rb") as reports:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", PYTHON_RUN],  # all users of the machine can read this line
+                [sys.executable, "-P", "-m", PYTHON_RUN],  # all users of the machine can read this line
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if replaced else None,
                 stderr=subprocess.STDOUT if replaced else None,

@@ -8,6 +8,7 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -134,10 +135,16 @@ def find_groups(*directories: str) -> dict[str, list[str]]:
     """
     groups: dict[str, list[str]] = {}
     for directory in directories:
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            if not entry.is_dir():
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError:  # nor does Hydra look for groups there
+            continue
+        for entry in entries:
+            names = []
+            with contextlib.suppress(OSError):  # no directory, or one that cannot be read: it has no group for us
+                names = sorted(name.removesuffix(".yaml") for name in os.listdir(entry.path) if name.endswith(".yaml"))
+            if not names:
                 continue
-            names = sorted(name.removesuffix(".yaml") for name in os.listdir(entry.path) if name.endswith(".yaml"))
             if twice := [name for name in names if name in groups.get(entry.name, ())]:
                 path = os.path.join(entry.path, f"{twice[0]}.yaml")
                 raise UserError(f"{path}: {entry.name}={twice[0]} is a choice of the project; rename the file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import sys
 import traceback
@@ -19,10 +20,14 @@ from trainer.errors import (
     is_disk_unwritable,
     is_out_of_memory,
     one_line,
+    sentence_of,
 )
 from trainer.files.redaction import redact_text
 from trainer.process.log_setup import LOG_FILE, show
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
+
+_ODD_FILES = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EINVAL, errno.ELOOP)
+"""Errors of a path at which something else is than a file of its kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +99,8 @@ def outcome_of(error: BaseException) -> Outcome:
             f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); free space on the disk, "
             f"or repair it, and then {CONTINUES}",
         )
+    if isinstance(error, OSError) and error.filename and error.errno in _ODD_FILES:
+        return Outcome(2, sentence_of(error))
     return Outcome(1, trace=_trace_of(error, describe_with_place(error)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ def open_appended(path: str, mode: int | None = None) -> int:
     """
     handle = os.open(path, _FLAGS, 0o666 if mode is None else mode)
     try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
         if mode is not None:
             os.fchmod(handle, mode)
         with naming(path):

@@ -130,7 +130,7 @@ class Backend:
             json.dump([self._socket, self._settings], file)
         null = os.open(os.devnull, os.O_RDWR)
         code = (
-            f"import json, sys; sys.path[:] = {sys.path!r}; from trainer.sandbox.reaper import main; "
+            f"import sys; sys.path[:] = {sys.path!r}; import json; from trainer.sandbox.reaper import main; "
             f"main({os.getpid()}, {null}, {_SERVE!r}, json.load(open(sys.argv[1])))"
         )
         self._process = subprocess.Popen(

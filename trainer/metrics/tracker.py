@@ -21,7 +21,7 @@ from typing import Any
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
-from trainer.files.atomic_io import write_file
+from trainer.files.atomic_io import open_regular, write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.hf_hub import first_line
 from trainer.metrics.sinks import OwnSink, Samples, Sink, TensorBoard, WandB
@@ -202,11 +202,9 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
     Raises:
         UserError: another line is not a JSON object with a `step` and numbers.
     """
-    if not os.path.exists(path):
-        return []
-    with open(path, "rb") as file:
+    rows, lines = [], list[bytes]()
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         lines = file.read().splitlines()
-    rows = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(_parse(line))

@@ -20,6 +20,7 @@ from trainer.errors import (
     failure_source_of,
 )
 from trainer.files.appended import AppendedFile
+from trainer.files.atomic_io import open_regular
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.redaction import redact_text
 from trainer.process.failures import INFRASTRUCTURE, JOB, classify
@@ -121,11 +122,8 @@ _FIELDS = {
 
 def read_incidents(run_dir: str) -> list[Incident]:
     """Return the incidents of a run in file order. Lines that cannot be parsed are skipped."""
-    path = os.path.join(run_dir, INCIDENTS_FILE)
-    if not os.path.exists(path):
-        return []
     incidents = []
-    with open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_regular(os.path.join(run_dir, INCIDENTS_FILE)) as file:
         for line in file:
             try:
                 row = parse_object(line, _FIELDS)

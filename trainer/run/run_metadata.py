@@ -23,7 +23,7 @@ from trainer import __version__
 from trainer.config import Config, Metric
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile
-from trainer.files.atomic_io import write_file
+from trainer.files.atomic_io import open_regular, write_file
 from trainer.files.documents import Shape, dump_yaml, is_count, parse_object
 from trainer.files.redaction import redact, redact_command
 from trainer.metrics.tracker import METRICS_FILE
@@ -137,7 +137,7 @@ def starts_from(run_dir: str, step: int) -> list[dict[str, Any]]:
 
 def _starts(run_dir: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of `starts.jsonl` that can be read, the last one first."""
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(run_dir, STARTS_FILE), "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_regular(os.path.join(run_dir, STARTS_FILE)) as file:
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):
                 yield parse_object(line, _START)

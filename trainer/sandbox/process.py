@@ -144,7 +144,7 @@ def preamble(python: str | None) -> str:
     working directory, and `trainer`, but nothing that is installed beside `trainer` here.
     """
     if python is None:
-        return f"import json, sys; sys.path[:] = {sys.path!r}"
+        return f"import sys; sys.path[:] = {sys.path!r}; import json"
     package = os.path.dirname(os.path.abspath(trainer.__file__))
     return (
         "import importlib.util, json, sys; spec = importlib.util.spec_from_file_location("

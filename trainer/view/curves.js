@@ -228,7 +228,10 @@ function ticks(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const unit = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
   const found = [];
-  for (let k = Math.ceil(low / unit); k * unit <= high + unit * 1e-9; k++) found.push(Number((k * unit).toPrecision(12)));
+  const first = Math.ceil(low / unit);  // of which 1 more may be the same number
+  for (let k = 0; k <= 2 * count && (first + k) * unit <= high + unit * 1e-9; k++) {
+    found.push(Number(((first + k) * unit).toPrecision(12)));
+  }
   return found;
 }
 

@@ -15,6 +15,7 @@ from trainer.checkpoint.storage import JOURNAL, RECORDS, age_of_records, open_st
 from trainer.data.records import decode_groups, decode_scores, key_of_group
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
+from trainer.files.atomic_io import open_regular
 from trainer.files.documents import parse_json
 from trainer.metrics.samples import VALIDATION_FOLDER
 
@@ -152,7 +153,7 @@ def _read_episodes(files: StepFiles) -> list[Scored]:
     ]
     for _, path in sorted(present):
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 content = file.read()
         except FileNotFoundError:
             continue
@@ -265,7 +266,7 @@ def _read_lines(files: StepFiles) -> StepData:
     rows: dict[str, list[Any]] = {name: [] for name in (*names, "source", "metrics", "versions", "preview")}
     conversations = []
     (path,) = files.paths
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 row = parse_json(line)

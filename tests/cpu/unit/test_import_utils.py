@@ -141,3 +141,23 @@ def test_the_threads_of_a_library_that_a_module_imports_get_no_signals(tmp_path)
     }
     done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+SHADOWED = """
+import subprocess, sys
+from trainer.import_utils import import_function
+from trainer.sandbox.process import preamble
+assert import_function("mine:reward", "reward.name")() == 1.0
+code = preamble(None) + "; import trainer.errors, json, mine; print(json.loads('2') + mine.reward())"
+print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+"""
+
+
+def test_modules_of_the_working_directory_are_found_and_hide_no_others(tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(): return 1.0\n")
+    for name in ("trainer", "json"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SHADOWED], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "3.0", done.stderr

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import without_privilege
 from trainer.config import compose
 from trainer.errors import UserError
 
@@ -136,3 +139,14 @@ def test_a_choice_beside_the_file_must_not_have_a_name_of_the_project(file):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     assert refusal(tmp_path / "nothing.yaml").endswith("nothing.yaml: cannot be read (No such file or directory)")
     assert "no such directory" in refusal(tmp_path / "none/nothing.yaml")
+
+
+def test_a_file_beside_directories_that_cannot_be_read_is_composed(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer:\n  seed: 7\n")
+    (tmp_path / "closed").mkdir(mode=0)
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "algorithm").write_text("a file")
+    code = "import sys; from trainer.config.hydra import compose; print(compose([], sys.argv[1]).trainer.seed)"
+    command = without_privilege([sys.executable, "-c", code, str(tmp_path / "mine.yaml")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "7\n", done.stderr

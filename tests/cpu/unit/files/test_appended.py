@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from tests.support.full_disk import fill, free
 from tests.support.namespaces import small_disk
 from tests.support.toy import toy_config
+from trainer.config.outcome import outcome_of
 from trainer.errors import UserError
-from trainer.files.appended import AppendedFile
+from trainer.files.appended import AppendedFile, open_appended
+from trainer.metrics.tracker import read_metrics
 from trainer.process.log_setup import LogFile
+from trainer.reports.diagnose import main
 from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
 
@@ -113,3 +116,19 @@ def test_a_start_cuts_torn_lines_of_all_files(tmp_path):
     starts = (tmp_path / "starts.jsonl").read_bytes().splitlines()
     assert starts[:-1] == LINES
     assert json.loads(starts[-1])["pid"] == os.getpid()
+
+
+def test_what_is_no_file_in_a_run_directory_is_named_at_once(tmp_path):
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("directory", "pipe"):
+        path = str(tmp_path / name)
+        for use in (open_appended, read_metrics, lambda path: AppendedFile(path).append(b"x\n")):
+            with pytest.raises(OSError, match="not a regular file|Is a directory") as raised:
+                use(path)
+            end = outcome_of(raised.value)
+            assert (end.status, end.trace) == (2, "") and end.text.startswith(f"{path}: "), end
+    for name in ("incidents.jsonl", "starts.jsonl", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+        assert main([str(tmp_path)]) == 2, "diagnose ends with one sentence"
+        os.remove(tmp_path / name)

@@ -6,13 +6,17 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 import zlib
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import trainer.view
 from tests.support.viewed_runs import HOSTILE
 from trainer.view.page import as_data, pack, render
 
@@ -78,3 +82,14 @@ def test_numbers_that_json_lacks_are_a_mistake(value):
         as_data({"a": value})
     with pytest.raises(ValueError, match="JSON"):
         pack({"a": value})
+
+
+def test_an_axis_of_very_large_numbers_ends():
+    source = (Path(trainer.view.__file__).parent / "curves.js").read_text()
+    function = re.search(r"^function ticks\(.*?^}", source, re.DOTALL | re.MULTILINE)[0]
+    calls = [[0, 10, 5], [2**53, 2**53 + 4, 4], [1e17, 1.0000000000000002e17, 4], [-1, 1e308, 4], [3, 3, 4]]
+    script = f"{function}\nconsole.log(JSON.stringify({json.dumps(calls)}.map((call) => ticks(...call))))"
+    node = shutil.which("node") or pytest.skip("needs node")
+    done = subprocess.run([node, "-e", script], capture_output=True, text=True, timeout=60, check=True)
+    axes = json.loads(done.stdout)
+    assert axes[0] == [0, 2, 4, 6, 8, 10] and all(0 < len(axis) <= 11 for axis in axes)
