@@ -48,16 +48,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ppo": {"num_workers": 2, "ppo": True},
     "bfloat16": {"num_workers": 1, "dtype": "bfloat16"},
 }
-_DEMO = ("trainer.val_before_train=false",)
 _MODEL = (
     *("model.path=MODEL", "rollout.max_prompt_tokens=128", "rollout.max_response_tokens=64", "rollout.n=4"),
-    *("trainer.train_batch_size=8", "trainer.mini_batch_size=8", "trainer.val_before_train=false"),
+    *("trainer.train_batch_size=8", "trainer.mini_batch_size=8"),
 )
 JOBS: dict[str, tuple[str, ...]] = {
-    "demo grpo transformers": (*_DEMO, "rollout=transformers"),
-    "demo grpo": (*_DEMO, "rollout=vllm"),
-    "demo grpo 2 ranks": (*_DEMO, "rollout=vllm", "trainer.num_workers=2"),
-    "demo ppo": (*_DEMO, "rollout=vllm", "algorithm=ppo"),
+    "demo grpo transformers": ("rollout=transformers",),
+    "demo grpo": ("rollout=vllm",),
+    "demo grpo 2 ranks": ("rollout=vllm", "trainer.num_workers=2"),
+    "demo ppo": ("rollout=vllm", "algorithm=ppo"),
     "17M grpo": (*_MODEL, "rollout=vllm"),
     "17M grpo bfloat16": (
         *_MODEL,

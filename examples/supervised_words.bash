@@ -6,7 +6,7 @@ for word in "$@"; do
     data.curriculum | data.mix.*.curriculum) ;;
     trainer.policy.optimizer.lr | trainer.policy.optimizer.scheduler | trainer.policy.optimizer.*_steps) ;;
     trainer.critic*) ;;
-    trainer.*_batch_size | trainer.update_epochs | trainer.total_steps | trainer.val_before_train) ;;
+    trainer.*_batch_size | trainer.update_epochs | trainer.total_steps) ;;
     *) supervised_words+=("$word") ;;
   esac
 done

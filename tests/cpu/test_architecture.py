@@ -164,7 +164,7 @@ def test_a_package_does_not_grow():
     )
 
 
-MOST_KEYS = 169
+MOST_KEYS = 168
 """Rows of `trainer config`, without the copies below `<name>`. The aim is 165: lower this with every key that goes."""
 
 

@@ -140,7 +140,7 @@ class Config(Section):
     @property
     def validates_start(self) -> bool:
         """The initial weights are validated, as step 0."""
-        return self.trainer.val_before_train and self.validates(0) and self.reads("trainer.val_before_train")
+        return self.task.generates and self.reads("trainer.val_interval") and self.validates(0)
 
     def validates(self, step: int) -> bool:
         """Return whether validation prompts, or a named set of them, are evaluated at `step`."""

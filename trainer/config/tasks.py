@@ -334,7 +334,6 @@ TASKS: dict[str, TaskSpec] = {
             "trainer.*_batch_size",
             "trainer.update_epochs",
             "trainer.total_steps",
-            "trainer.val_before_train",
             "data.val_sets*",
             "data.curriculum",
             "data.mix.*.curriculum",

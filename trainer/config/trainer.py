@@ -177,9 +177,8 @@ class TrainerConfig(Section):
     of the process. On GPUs there is also a snapshot of each rank's memory. It slows these steps down; numbers stay the
     same."""
     val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
-    """Validate every this many steps and after the last step. -1: never."""
-    val_before_train: bool = setting(True, resume="harmless")
-    """Validate the initial weights, as step 0."""
+    """Validate every this many steps and after the last step; a run that generates, also the initial weights, as step
+    0. -1: never."""
     ckpt_path: str = setting("${trainer.run_dir}/checkpoints", resume="harmless")
     """Directory of the checkpoints, or a prefix in an object store: `s3://bucket/run` (needs the extra `s3`),
     `gs://bucket/run` (needs the extra `gcs`). Credentials, region and endpoint come from where the store's own tools

@@ -382,7 +382,7 @@ def test_the_kind_of_training(tmp_path, module):
     assert [episode.uid for episode in resumed.next(2)] == [episode.uid for episode in second]
     assert not {episode.group for episode in first} & {episode.group for episode in second}
     assert make_objective(cfg).options == {"beta": 0.2} and cfg.reads("algorithm.options")
-    assert not cfg.validates_start and not cfg.reads("algorithm.gamma") and unread_words(words, cfg) == []
+    assert not cfg.validates_start and not cfg.reads("algorithm.clip_low") and unread_words(words, cfg) == []
     assert resume_rules(cfg, SavedRun({}, ()))["algorithm.options"].change == "update"
     for wrong, problem in (("bta=0.2", "no such option; did you mean beta"), ("beta=x", "like its default, 0.1")):
         with pytest.raises(UserError, match=f"^algorithm.options.{wrong}: .*{problem}"):
