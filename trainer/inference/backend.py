@@ -35,9 +35,15 @@ _SERVE = "trainer.inference.vllm_server:serve"
 _PREFIX = "trainer-inference-"
 _FAILED_STARTS = 5
 """Starts in a row without an engine that served, after which the server ends."""
+_PROMPT_TOKENS = 4096  # tokens of a prompt that an engine certainly reads within `SERVER_HANG_S`
 _SEGMENT = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_SOCKET_PATH, _UUID_CHARS = 107, 37
+
+
+def longest_pause_s(alive: Mapping[str, Any]) -> float:
+    """Return after which time without a token an engine hangs that answers: longer while it reads a long prompt."""
+    return time_limits.SERVER_HANG_S * (1 + alive["prompt"] / _PROMPT_TOKENS)
 
 
 class Backend:
@@ -167,7 +173,7 @@ class Backend:
                 if not has_served:
                     has_served = self._ever_served = self.is_ready = True
                     ready()
-            is_stuck = not is_loading and (alive is None or now - moved_at > time_limits.SERVER_HANG_S)
+            is_stuck = not is_loading and (alive is None or now - moved_at > longest_pause_s(alive))
             if has_served and (is_overdue or is_stuck) and self._process.poll() is None:
                 self.is_ready = False
                 doing = "while it loads weights" if is_overdue else f"for {time_limits.SERVER_HANG_S:g} s"

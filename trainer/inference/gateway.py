@@ -30,6 +30,8 @@ from trainer.inference.lease import InUseError, Lease, RefusedError
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
+_SHORT_BODY, _BYTES_PER_TOKEN = 1 << 20, 256
+"""Bytes that the request of a person may always have; and for each token of the longest sequence, if that is more."""
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
 
@@ -268,9 +270,15 @@ class Gateway:
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         if not _OPEN.fullmatch(request.path):
             return web.json_response({"error": f"no route {request.path[:80]}"}, status=404)
+        body, most = bytearray(), max(_SHORT_BODY, _BYTES_PER_TOKEN * self._description["max_tokens"])
+        async for piece in request.content.iter_chunked(1 << 20):
+            body += piece
+            if len(body) > most:  # the engine answers nobody while it makes tokens of it
+                error = {"message": f"a request has at most {most:,} bytes here", "type": "invalid_request_error"}
+                return web.json_response({"error": error}, status=413)
         if not self.backend.is_ready:
             return web.json_response({"error": "the engine is starting"}, status=503)
-        return await self._pipe(request, request.path_qs, await request.read())
+        return await self._pipe(request, request.path_qs, bytes(body))
 
     async def _pipe(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Pass a request on to the engine, and its answer back, as it comes."""

@@ -265,10 +265,12 @@ class JobRoutes:
 
 
 def _progress(engine: Any) -> dict[str, Any]:
-    """Return whether anybody's requests run, and a number that changes with each of their tokens."""
+    """Return whether anybody's requests run, a number that changes with each of their tokens, and the length of the
+    longest prompt without one."""
     states = list(engine.output_processor.request_states.values())
     tokens = sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
-    return {"busy": bool(states), "progress": [len(states), tokens]}
+    prompt = max((state.prompt_len for state in states if state.is_prefilling), default=0)
+    return {"busy": bool(states), "progress": [len(states), tokens], "prompt": prompt}
 
 
 async def _reset_prefix_cache(engine: Any) -> None:

@@ -1,0 +1,43 @@
+"""What people may send to an inference server, and how long its engine may take for it. No engine is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import aiohttp
+
+from trainer.inference.backend import longest_pause_s
+from trainer.inference.gateway import Gateway
+from trainer.process import time_limits
+from trainer.process.network import listen, start_server
+
+
+def test_a_request_that_is_far_too_long_does_not_reach_the_engine():
+    async def ask() -> list[int]:
+        gateway = Gateway(None, 60.0, {"max_tokens": 8000}, {})
+        gateway.backend = SimpleNamespace(is_ready=False)
+        listener = listen("127.0.0.1", 0, "")
+        runner = await start_server(gateway.application(), listener)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        async with aiohttp.ClientSession() as session:
+            statuses = []
+            for size in (10, 2_000_000, 2_100_000):
+                for body in (b" " * size, chunks(size)):
+                    async with session.post(url, data=body) as answer:
+                        statuses.append(answer.status)
+        await runner.cleanup()
+        return statuses
+
+    assert asyncio.run(ask()) == [503, 503, 503, 503, 413, 413]
+
+
+async def chunks(size: int) -> Iterator[bytes]:
+    for start in range(0, size, 100_000):
+        yield b" " * min(100_000, size - start)
+
+
+def test_an_engine_may_take_longer_for_a_long_prompt():
+    assert longest_pause_s({"prompt": 0}) == time_limits.SERVER_HANG_S
+    assert longest_pause_s({"prompt": 8192}) == 3 * time_limits.SERVER_HANG_S
