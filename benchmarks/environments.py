@@ -91,10 +91,6 @@ class _Asks:
     def finish(self) -> None:
         pass
 
-    @property
-    def paused_s(self) -> float:
-        return self._engines.paused_s
-
 
 def make_model(path: str) -> None:
     """Write a model that ends a reply with the same probability after each token."""

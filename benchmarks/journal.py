@@ -52,7 +52,7 @@ class Alternating(SamplingSource):
     """Writes the journal in one step of two, and notes the CPU time that has passed at the begin of each step."""
 
     def next(self, step: int) -> list[Episode]:
-        names = ("journal", "journal-upkeep")
+        names = ("journal",)
         clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and t.name in names]
         passed = {"step": step, "driver": time.process_time(), "journal": sum(map(time.clock_gettime, clocks))}
         with open(os.path.join(self.cfg.trainer.run_dir, CPU_FILE), "a") as file:

@@ -22,7 +22,7 @@ from tests.support import killed_jobs
 from tests.support.jobs import send
 from tests.support.nodes import Node
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.storage import JOURNAL, RECORDS, open_storage
+from trainer.checkpoint.storage import JOURNAL, open_storage
 from trainer.checkpoint.store import open_store
 from trainer.sandbox.reaper import is_tracker
 
@@ -209,7 +209,7 @@ def _damage_journal(workspace: Workspace, job: int, numbers: random.Random) -> s
     if not any(directory.glob("*.arrow")):
         return None
     _kill_job(workspace, job, numbers)
-    files = sorted(file for file in directory.iterdir() if file.suffix == RECORDS)
+    files = sorted(file for file in directory.iterdir() if file.suffix == ".arrow")
     if numbers.random() < 0.2:
         shutil.rmtree(directory)
         return f"deleted {len(files)} files"

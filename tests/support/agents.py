@@ -35,8 +35,6 @@ class Policy:
         self.asked: list[Request] = []
         self.completions: list[Completion] = []
 
-    paused_s = 0.0
-
     def end_requests(self) -> None:
         pass
 

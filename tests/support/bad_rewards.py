@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import resource
 import signal
@@ -50,11 +49,6 @@ def remember(pid: int) -> None:
         file.write(f"{pid}\n")
 
 
-def leave_child() -> float:
-    remember(subprocess.Popen(["sleep", "1000"]).pid)
-    return 1.0
-
-
 def leave_daemon() -> float:
     if os.fork() == 0:
         os.setsid()
@@ -74,11 +68,6 @@ def leave_daemon_and_hang() -> float:
     leave_daemon()
     time.sleep(1000)
     return 1.0
-
-
-def leave_child_and_raise() -> float:
-    leave_child()
-    raise KeyError("child")
 
 
 def raise_(error: BaseException) -> float:
@@ -143,9 +132,6 @@ BAD = {
     "runs out of memory": (run_out_of_memory, "raised MemoryError"),
     "closes all files": (close_all, "ended its process (exit status 1)"),
     "writes into all files": (garble, "ended its process ("),
-    "leaves a child": (leave_child, "left a process running: sleep; "),
-    "leaves a child and raises": (leave_child_and_raise, "raised KeyError: 'child'"),
-    "leaves a daemon": (leave_daemon, "left a process running: python"),
     "leaves a daemon and hangs": (leave_daemon_and_hang, "took longer than reward.timeout_s=2"),
 }  # name: (what it does, how the reason begins)
 
@@ -157,38 +143,11 @@ def fork_and_return() -> float:
     return 1.0
 
 
-def close_stdout() -> float:
-    sys.stdout.close()
-    return 1.0
-
-
-def lower_limit() -> float:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # the hard limit cannot be raised again
-    return 1.0
-
-
-def change_limit() -> float:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return 1.0
-
-
 def returning(change: object) -> float:
     return 1.0
 
 
 CARELESS = {
-    "changes directory": lambda: returning(os.chdir("/")),
-    "changes environment": lambda: returning(os.environ.update(HOME="/nowhere", ADDED="1")),
-    "clears environment": lambda: returning(os.environ.clear()),
-    "replaces stdout": lambda: returning(setattr(sys, "stdout", None)),
-    "closes stdout": close_stdout,
-    "redirects descriptor 1": lambda: returning(os.dup2(os.open("/dev/null", os.O_WRONLY), 1)),
-    "sets a handler": lambda: returning(signal.signal(signal.SIGTERM, signal.SIG_IGN)),
-    "blocks a signal": lambda: returning(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})),
-    "sets an alarm": lambda: returning(signal.setitimer(signal.ITIMER_REAL, 0.05)),
-    "changes a limit": change_limit,
-    "lowers a hard limit": lower_limit,
-    "changes the umask": lambda: returning(os.umask(0o777)),
     "leaves a thread": lambda: returning(threading.Thread(target=time.sleep, args=(1000,)).start()),
     "forks and returns twice": fork_and_return,
     "lets a child end": lambda: returning(subprocess.Popen(["true"])),
@@ -202,33 +161,13 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def state() -> float:
-    """A number for all that a reward may find changed."""
-    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
-    handlers = [getattr(handler, "__name__", str(handler)) for handler in handlers]
-    umask = os.umask(0)
-    os.umask(umask)
-    limits = [resource.getrlimit(limit) for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS)]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    files = [os.path.exists(f"/proc/self/fd/{number}") for number in range(3)]
-    stdio = [type(stream).__name__ for stream in (sys.stdin, sys.stdout, sys.stderr)]
-    alarm = signal.getitimer(signal.ITIMER_REAL)
-    everything = (os.getcwd(), sorted(os.environ.items()), handlers, umask, limits, blocked, files, stdio, alarm)
-    return float(int(hashlib.sha256(repr(everything).encode()).hexdigest()[:8], 16))
-
-
 def score(completion: str, answer: str) -> float:
-    if completion == "state":
-        return state()
     if completion.startswith("waits "):
         time.sleep(float(answer))
         if completion == "waits and closes all files":
             os.closerange(3, 4096)
             time.sleep(1000)
         return float(os.getpid()) if completion == "waits and returns its process" else 1.0
-    if completion == "fails slowly":
-        time.sleep(0.3)
-        raise TimeoutError("no judge")
     if completion in BAD:
         return BAD[completion][0]()
     if completion in CARELESS:

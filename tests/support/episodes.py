@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.support.generation import SAMPLED
 from trainer.config import Config, EnvironmentConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, RolloutRequest
+from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
 from trainer.generation.event_loop import all_of
@@ -50,8 +51,6 @@ class Policy:
         tokens = self.tokenizer.encode(text.rstrip("…") + ("" if cut else "<|end|>"), add_special_tokens=False)
         return Completion(tokens, [-1.0] * len(tokens), "length" if cut else "stop", 7)
 
-    paused_s = 0.0
-
     def end_requests(self) -> None:
         """Called when no episode asks for more."""
 
@@ -72,10 +71,6 @@ class Asks:
             self._left.discard(self)
             if not self._left:
                 self._policy.end_requests()
-
-    @property
-    def paused_s(self) -> float:
-        return self._policy.paused_s
 
 
 def requests_of(*rows: dict[str, Any], n: int = 1) -> list[RolloutRequest]:
@@ -109,3 +104,13 @@ def run(runner: EpisodeRunner, policy: Any, requests: list[RolloutRequest]) -> l
             return await all_of([runner.run(one, own, block) for one, own in zip(requests, asks, strict=True)])
 
     return asyncio.run(run_all())
+
+
+def step_all(pool: EnvironmentPool, sessions: Sequence[Session]) -> None:
+    """Let environments answer their replies; those of sessions that have ended are closed."""
+
+    async def step() -> None:
+        async with pool.calls() as calls:
+            await asyncio.gather(*(one.close(calls) if one.ended else one.answer(calls) for one in sessions))
+
+    asyncio.run(step())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import http.server
 import os
 import signal
@@ -107,14 +106,7 @@ class Server:
 def job(run: str = "a", start: int = 1, owner: str = "", engine: int = 0) -> Job:
     """A start of a run. Each test has runs of its own: a server remembers who has left."""
     identity = f"{run} in {os.environ.get('PYTEST_CURRENT_TEST')}"
-    return Job(identity, start, identity, f"run {run} {start}", engine, owner or os.urandom(8).hex())
-
-
-def copied(one: Job, directory: str = "elsewhere") -> Job:
-    """The first start of a copy of a run's directory."""
-    return dataclasses.replace(
-        one, start=one.start + 1, directory=directory, name=f"copy of {one.name}", owner=f"copy {os.urandom(8).hex()}"
-    )
+    return Job(identity, start, f"run {run} {start}", engine, owner or os.urandom(8).hex())
 
 
 @contextlib.contextmanager

@@ -71,11 +71,6 @@ async def async_group(completions):
     return [{"letters": len(completion)} for completion in completions]
 
 
-def zipped(completions, answer, **kwargs):
-    """Like a reward of TRL, which gets a list of answers."""
-    return [float(completion == reference) for completion, reference in zip(completions, answer, strict=False)]
-
-
 def stern(completion, answer):
     return -1.0
 

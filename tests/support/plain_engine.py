@@ -214,28 +214,6 @@ class SlowEngine(PlainEngine):
         super().__init__(model_path, **options)
 
 
-class ServedEngine(PlainEngine):
-    """Speaks for two processes on another host, which hold other weights than those of the start."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self._weights = 99
-
-    def receivers(self) -> list[str]:
-        return ["10.0.0.7"] * 2
-
-
-class ServerEngine(PlainEngine):
-    """Speaks for one of `rollout.engine_args.urls`, with the key that a variable has: answers with both."""
-
-    def __init__(self, *args: Any, index: int, **options: Any):
-        super().__init__(*args, **options)
-        self._answer = [options["rollout"].engine_args["urls"][index], int(os.environ["PLAIN_SERVER_API_KEY"])]
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return [Completion(self._answer, [0.0, 0.0], "length", self._version) for _ in requests]
-
-
 class ForgetfulEngine(PlainEngine):
     """Keeps the version that it has."""
 

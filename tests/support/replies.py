@@ -17,7 +17,6 @@ from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.metrics.timing import Timer
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
-from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
@@ -32,7 +31,6 @@ class FakeEngines:
 
     unit = "batch"
     repeats = False
-    paused_s = 0.0
     synced_bytes = 0
 
     def __init__(self) -> None:
@@ -42,7 +40,7 @@ class FakeEngines:
     async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
         raise NotImplementedError
 
-    def start(self, version: int, is_initial: bool, may_defer: bool = False) -> None:
+    def start(self, version: int, is_initial: bool) -> None:
         pass
 
     def sync_weights(self, version: int, running: str = "abort") -> None:
@@ -88,10 +86,9 @@ def sampling_source(
 ) -> SamplingSource:
     """The source that `cfg` describes, with these engines."""
     tokenizer = load_tokenizer(model)
-    cache = RewardCache(cfg.trainer.run_dir, lambda: None)
 
     def scorer_of(own: Config) -> RewardPool | None:
-        return None if own.environment.name else RewardPool(own.reward, cache)
+        return None if own.environment.name else RewardPool(own.reward)
 
     sources = [f"mix.{name}" for name in sorted(cfg.data.mix)]
     sources += [""] if cfg.data.val_files or not sources else []

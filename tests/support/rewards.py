@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import RewardConfig
-from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REWARDS
-from trainer.rewards.scores import Failures
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import RewardInput
+from trainer.rewards.terms import RewardInput, Scores, aggregate
 
 HOME = "tests.support.named_rewards"
 
@@ -35,12 +34,31 @@ def full(name: str) -> str:
     return name if name in REWARDS else f"{HOME}:{name}"
 
 
-def reward_pool(
-    name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardCache | None = None, **more: Any
-) -> RewardPool:
-    """A pool that continues whatever fails. `kept` is its cache; `more` are further keys of `reward`."""
-    settings = {"max_error_rate": 1.0, **more}
-    return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **settings), kept)
+@dataclass
+class Failures:
+    """How many rewards have failed, and why the first one has."""
+
+    count: int
+    first: str
+
+
+@dataclass
+class Judged(Scores):
+    """Rewards, with a count of their failures."""
+
+    failures: Failures
+
+
+def reward_pool(name: str | list[str], timeout_s: float = 30, num_processes: int = 1, **more: Any) -> RewardPool:
+    """A pool. `more` are further keys of `reward`."""
+    return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **more))
+
+
+def judge(pool: RewardPool, inputs: Sequence[RewardInput], n: int = 1) -> Judged:
+    """The rewards of completions, of which `n` after one another are a group."""
+    scores = aggregate(pool.results(inputs, n), len(inputs))
+    reasons = [reason for reason in scores.reasons if reason]
+    return Judged(scores.rewards, scores.terms, scores.reasons, Failures(len(reasons), "".join(reasons[:1])))
 
 
 def score(
@@ -51,5 +69,5 @@ def score(
 ) -> tuple[list[float], Failures]:
     """The rewards of completions that are a group each, and the failures."""
     given = zip(completions, answers, rows or [{}] * len(completions), strict=True)
-    scores = pool.score([RewardInput(completion, answer, row=row) for completion, answer, row in given])
+    scores = judge(pool, [RewardInput(completion, answer, row=row) for completion, answer, row in given])
     return scores.rewards, scores.failures

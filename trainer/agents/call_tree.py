@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +15,16 @@ import numpy as np
 import xxhash
 
 from trainer.agents.chat_request import ChatRequest
-from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage, read_reply
+from trainer.agents.messages import ApiError, ChatMessage, read_reply
 from trainer.data.limits import TextTooLong
 from trainer.data.replies import reply_text
 from trainer.environments.base import Message
-from trainer.environments.calls import read_calls
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.template_tools import TemplateTools
-from trainer.environments.tools import with_tools
+from trainer.environments.tools import read_calls, with_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
-from trainer.generation.stop_strings import cut_at
 
 
 @dataclass(eq=False)
@@ -100,8 +99,8 @@ class CallTree:
     """The turns by the digests of their messages and their reply."""
     _counts: Counter[str] = field(default_factory=Counter)
 
-    def begin(self, request: ChatRequest) -> list[Turn]:
-        """Add the turns of a request: `request.n` with the same prompt.
+    def begin(self, request: ChatRequest) -> Turn:
+        """Add the turn of a request.
 
         Raises:
             ApiError: the prompt is too long, or the chat template refuses it.
@@ -120,16 +119,12 @@ class CallTree:
             raise self._too_long(f"{len(prompt_ids)} tokens")
         continues = parent is not None and np.array_equal(prompt_ids[: len(tokens)], tokens)
         added = prompt_ids[len(tokens) :].copy() if continues else prompt_ids
-        digest = f"{xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())}:{'' if request.seed is None else request.seed}"
-        turns = []
-        for _ in range(request.n):
-            key = f"{digest}:{self._counts[digest]}"
-            self._counts[digest] += 1
-            number = len(self.turns) + len(turns)
-            fork = conversation.fork()
-            turns.append(Turn(number, key, parent, continues, added, len(prompt_ids), fork, histories[-1]))
-        self.turns += turns
-        return turns
+        digest = xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())
+        key = f"{digest}::{self._counts[digest]}"
+        self._counts[digest] += 1
+        number, length, history = len(self.turns), len(prompt_ids), histories[-1]
+        self.turns.append(Turn(number, key, parent, continues, added, length, conversation, history))
+        return self.turns[-1]
 
     def answer(self, turn: Turn, completion: Completion, request: ChatRequest) -> ChatMessage:
         """Give a turn its reply; return the reply as the agent gets it."""
@@ -273,3 +268,37 @@ def _common(some: Sequence[Message], others: Sequence[Message]) -> int:
     """Return how many messages two lists have in common at their beginnings."""
     equal = [a == b for a, b in zip(some, others, strict=False)]
     return (equal + [False]).index(False)
+
+
+def cut_at(
+    completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> tuple[Completion, str]:
+    """Return a completion up to the token that completes one of `stops`, and its text before that stop.
+
+    Args:
+        decode: returns the text of the first tokens of the completion.
+    """
+
+    def text(count: int) -> str:
+        return decode(completion.token_ids[:count].tolist())
+
+    length = len(completion.token_ids)
+    if not any(stop in text(length) for stop in stops):
+        return completion, text(length)
+    count = bisect.bisect_left(range(length + 1), True, key=lambda count: any(stop in text(count) for stop in stops))
+    shown = text(count)
+    end = min(shown.find(stop) for stop in stops if stop in shown)
+    spans, left = [], count
+    for version, size in completion.version_spans:
+        spans.append((version, min(size, left)))
+        left -= min(size, left)
+    spans = [span for span in spans if span[1] > 0]
+    kept = dataclasses.replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        finish_reason="stop",
+        weight_versions=(spans[0][0], spans[-1][0]) if spans else completion.weight_versions,
+        version_spans=tuple(spans) if len(spans) > 1 else (),
+    )
+    return kept, shown[:end]

@@ -10,8 +10,7 @@ from typing import Any
 
 import xxhash
 
-from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage, parse_messages, parse_tools
+from trainer.agents.messages import ApiError, ChatMessage, parse_messages, parse_tools
 from trainer.files.documents import nests_deeply
 from trainer.generation.engine import Sampling
 
@@ -20,12 +19,15 @@ _WITHOUT_EFFECT = {
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
+    "seed",
     "service_tier",
     "store",
     "user",
 }
-"""Fields that say nothing about the tokens."""
+"""Fields that change no token: the run draws with its own seeds."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -44,13 +46,12 @@ _MOST_STOPS = 4
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for one or several replies to a chat."""
+    """A request for a reply to a chat."""
 
     messages: list[ChatMessage]
     tools: tuple[dict[str, Any], ...]
     reads_calls: bool
     """Calls of tools in the reply are told from its text."""
-    n: int
     max_tokens: int | None
     """None: as many as the run allows."""
     stop: tuple[str, ...]
@@ -58,8 +59,6 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     """A streamed answer ends with the number of tokens."""
-    logprobs: bool
-    seed: int | None
     digest: str
     """Of all fields. A request that is repeated has the same."""
 
@@ -103,18 +102,15 @@ def parse_request(body: bytes, rules: Rules) -> ChatRequest:
     options = given.pop("stream_options", {})
     if not isinstance(options, Mapping) or not set(options) <= {"include_usage"}:
         raise ApiError("stream_options may hold include_usage alone", "stream_options")
-    limits = [_whole(given.pop(name), name, 1) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    limits = [_whole(given.pop(name), name) for name in ("max_tokens", "max_completion_tokens") if name in given]
     request = ChatRequest(
         messages=messages,
         tools=tools,
         reads_calls=bool(tools) and given.get("tool_choice") != "none",
-        n=_whole(given.pop("n", 1), "n", 1, rules.max_turns),
         max_tokens=min(limits, default=None),
         stop=_stops(given.pop("stop", [])),
         stream=_flag(given, "stream"),
         include_usage=_flag(dict(options), "include_usage"),
-        logprobs=_flag(given, "logprobs"),
-        seed=_whole(given.pop("seed"), "seed", -(2**63)) if "seed" in given else None,
         digest=digest,
     )
     _check_sampling(given, rules)
@@ -135,11 +131,9 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _whole(value: Any, name: str, at_least: int, at_most: int | None = None) -> int:
-    is_within = type(value) is int and value >= at_least and (at_most is None or value <= at_most)
-    if not is_within:
-        bound = f"from {at_least}" + (f" to {at_most}" if at_most is not None else " on")
-        raise ApiError(f"{name} must be a whole number {bound}", name)
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or value < 1:
+        raise ApiError(f"{name} must be a whole number from 1 on", name)
     return value
 
 

@@ -5,24 +5,85 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from trainer.agents.answers import Answer, Choice
-from trainer.agents.call_tree import CallTree, Turn
+from trainer.agents.call_tree import CallTree, Turn, call_id
 from trainer.agents.chat_request import ChatRequest, Rules, parse_request
-from trainer.agents.errors import ApiError
+from trainer.agents.messages import ApiError, ChatMessage
 from trainer.errors import describe_error
 from trainer.generation.engine import Completion, Request, Sampling
 
 LOG = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request."""
+
+    request: ChatRequest
+    model: str
+    turn: Turn
+    message: ChatMessage
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+        calls = {"tool_calls": self._calls()} if self.message.calls else {}
+        message = {"role": "assistant", "content": self._content, **calls}
+        choice = {"index": 0, "message": message, "finish_reason": self._finish_reason, "logprobs": None}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
+
+    def events(self) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
+        head = self._head("chat.completion.chunk") | ({"usage": None} if self.request.include_usage else {})
+
+        def event(delta: dict[str, Any] | None, finish_reason: str | None = None, **more: Any) -> bytes:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+            choices = [] if delta is None else [choice]
+            return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n".encode()
+
+        yield event({"role": "assistant", "content": self._content})
+        for number, call in enumerate(self._calls()):
+            yield event({"tool_calls": [{"index": number, **call}]})
+        yield event({}, self._finish_reason)
+        if self.request.include_usage:
+            yield event(None, usage=self._usage())
+        yield b"data: [DONE]\n\n"
+
+    @property
+    def _content(self) -> str | None:
+        return self.message.content or (None if self.message.calls else "")
+
+    @property
+    def _finish_reason(self) -> str:
+        return "tool_calls" if self.message.calls else self.turn.completed.finish_reason
+
+    def _calls(self) -> list[dict[str, Any]]:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in self.message.calls]
+        return [
+            {"id": call_id(self.turn, number), "type": "function", "function": one}
+            for number, one in enumerate(functions)
+        ]
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        name = self.turn.key.replace(":", "_")
+        # No time of day: an agent that writes it into a message would never do the same again.
+        return {"id": f"chatcmpl-{name}", "object": kind, "created": 0, "model": self.model}
+
+    def _usage(self) -> dict[str, int]:
+        prompt, completion = self.turn.prompt_length, len(self.turn.completed.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
 Submit = Callable[["AgentEpisode", Turn, Request], None]
 """Gives a request to the engines. `AgentEpisode.complete` is called with the completion."""
 
-_RETRY_COUNT, _IDEMPOTENCY = "X-Stainless-Retry-Count", "Idempotency-Key"
+_RETRY_COUNT = "X-Stainless-Retry-Count"
 
 
 def ended() -> ApiError:
@@ -33,33 +94,21 @@ def ended() -> ApiError:
 class Call:
     """A request that is answered once, however often it is repeated."""
 
-    def __init__(self, request: ChatRequest, turns: list[Turn]):
-        self.request = dataclasses.replace(request, messages=[], tools=())  # the turns have what they need of these
-        self.turns = turns
-        self.choices: dict[Turn, Choice] = {}
+    def __init__(self, request: ChatRequest, turn: Turn):
+        self.request = dataclasses.replace(request, messages=[], tools=())  # the turn has what it needs of these
+        self.turn = turn
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.readers = 0
         """Connections that wait for the answer."""
         self.answer.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody may wait
 
-    @property
-    def is_delivered(self) -> bool:
-        """The agent has got the answer, as far as this side knows."""
-        return self.turns[0].is_delivered
-
-    @is_delivered.setter
-    def is_delivered(self, value: bool) -> None:
-        for turn in self.turns:
-            turn.is_delivered = value
-
 
 class AgentEpisode:
     """The calls of one episode. All methods but the constructor and `idle_s` run on the thread of the server.
 
-    A request is a repetition of an earlier one if both have the same `Idempotency-Key`; if it has the same content, and
-    its client says that it repeats it (`X-Stainless-Retry-Count`, which OpenAI's clients send); or if it has the same
-    content as one whose connection broke before the answer. Any other request is a call of its own: an agent that asks
-    the same twice wants two replies.
+    A request is a repetition of an earlier one if it has the same content, and its client says that it repeats it
+    (`X-Stainless-Retry-Count`, which OpenAI's clients send), or the connection of the earlier one broke before the
+    answer. Any other request is a call of its own: an agent that asks the same twice wants two replies.
 
     Args:
         seed_of: returns the seed for a turn, by its key.
@@ -79,7 +128,6 @@ class AgentEpisode:
         self._seed_of = seed_of
         self._submit = submit
         self._calls: list[Call] = []
-        self._by_key: dict[str, Call] = {}
         self._by_turn: dict[Turn, Call] = {}
         self._under_way = 0
         self._idle_since: float | None = None
@@ -90,7 +138,8 @@ class AgentEpisode:
 
     def start_clock(self) -> None:
         """Note that the agent begins now."""
-        self._idle_since = time.monotonic()
+        if not self._calls and not self._has_ended:
+            self._idle_since = time.monotonic()
 
     def idle_s(self) -> float:
         """Return for how long the agent has been busy without a call under way."""
@@ -109,12 +158,7 @@ class AgentEpisode:
         if self._has_ended:
             raise ended()
         request = parse_request(body, self.rules)
-        key = headers.get(_IDEMPOTENCY)
-        call = self._repeated(request, key, headers)
-        if call is None:
-            call = self._begin(request)
-            if key is not None:
-                self._by_key[key] = call
+        call = self._repeated(request, headers) or self._begin(request)
         call.readers += 1
         try:
             return call, await asyncio.shield(call.answer)
@@ -125,11 +169,11 @@ class AgentEpisode:
     @contextlib.contextmanager
     def delivering(self, call: Call) -> Iterator[None]:
         """Send an answer in the block. It counts as delivered unless that fails."""
-        before, call.is_delivered = call.is_delivered, True  # now: the agent may end before the block does
+        before, call.turn.is_delivered = call.turn.is_delivered, True  # now: the agent may end before the block does
         try:
             yield
         except BaseException:
-            call.is_delivered = before
+            call.turn.is_delivered = before
             raise
         finally:
             call.readers -= 1
@@ -139,19 +183,15 @@ class AgentEpisode:
         call = self._by_turn.pop(turn, None)
         if call is None or self._has_ended or call.answer.done():
             return
+        self._end_call()
         try:
-            call.choices[turn] = Choice(turn, self.tree.answer(turn, completion, call.request))
+            message = self.tree.answer(turn, completion, call.request)
         except Exception as error:
             LOG.exception("a reply to an agent cannot be read")
-            self._end_call()
             call.answer.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
             return
-        if len(call.choices) < len(call.turns):
-            return
-        self._end_call()
-        self.limit = "length" if any(self._was_cut(turn, call.request) for turn in call.turns) else ""
-        choices = [call.choices[turn] for turn in call.turns]
-        call.answer.set_result(Answer(call.request, self.rules.model, choices))
+        self.limit = "length" if self._was_cut(turn, call.request) else ""
+        call.answer.set_result(Answer(call.request, self.rules.model, turn, message))
 
     def end(self) -> None:
         """Refuse all calls from now on, also those under way."""
@@ -163,17 +203,13 @@ class AgentEpisode:
     def forget(self) -> None:
         """Free all calls, after the end."""
         assert self._has_ended
-        self._calls, self._by_key, self._by_turn = [], {}, {}
+        self._calls, self._by_turn = [], {}
         self.tree.forget()
 
-    def _repeated(self, request: ChatRequest, key: str | None, headers: Mapping[str, str]) -> Call | None:
+    def _repeated(self, request: ChatRequest, headers: Mapping[str, str]) -> Call | None:
         """Return the earlier call that a request repeats; None: there is none."""
-        if key is not None and (call := self._by_key.get(key)) is not None:
-            if call.request.digest != request.digest:
-                raise ApiError(f"{_IDEMPOTENCY}: an earlier request with this key had another body", code="reused_key")
-            return call
         same = [call for call in self._calls if call.request.digest == request.digest]
-        broken = [call for call in same if not call.readers and not call.is_delivered]
+        broken = [call for call in same if not call.readers and not call.turn.is_delivered]
         if broken:
             return broken[0]
         says_so = headers.get(_RETRY_COUNT, "0") not in ("", "0")
@@ -181,27 +217,23 @@ class AgentEpisode:
 
     def _begin(self, request: ChatRequest) -> Call:
         turns, most = len(self.tree.turns), self.rules.max_turns
-        if turns + request.n > most:
+        if turns >= most:
             self.limit = "turns"
-            problem = f"environment.max_turns={most}: the episode has had {turns} replies, and this request wants "
-            raise ApiError(f"{problem}{request.n} more", code="too_many_turns")
+            raise ApiError(f"environment.max_turns={most}: the episode has had them", code="too_many_turns")
         try:
-            new = self.tree.begin(request)
+            turn = self.tree.begin(request)
         except ApiError as error:
             if error.code == "context_length_exceeded":
                 self.limit = "length"
             raise
-        call = Call(request, new)
+        call = self._by_turn[turn] = Call(request, turn)
         self._calls.append(call)
         if self._under_way:
             self.tree.is_sequential = False
         self._under_way += 1
         self._idle_since = None
-        prompt = new[0].prompt_ids
-        sampling = self._sampling(request, len(prompt))
-        for turn in new:
-            self._by_turn[turn] = call
-            self._submit(self, turn, Request(prompt, self._seed_of(turn.key), sampling))
+        prompt = turn.prompt_ids
+        self._submit(self, turn, Request(prompt, self._seed_of(turn.key), self._sampling(request, len(prompt))))
         return call
 
     def _was_cut(self, turn: Turn, request: ChatRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Messages and replies as the chat API has them, and as text of the conversation."""
+"""Messages, replies and errors as the chat API has them, and messages as text of the conversation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.agents.errors import ApiError
 from trainer.environments.base import Message
-from trainer.environments.calls import ToolCall, normal_arguments, split_calls
+from trainer.environments.tools import ToolCall, normal_arguments, split_calls
+
+
+class ApiError(Exception):
+    """A request that is not answered.
+
+    Args:
+        param: the field of the request that is to blame.
+        code: a name for programs.
+        status: of HTTP. Clients repeat 408, 409, 429 and those from 500 on, unless a header forbids it.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS = {

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Self
@@ -15,18 +14,16 @@ from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.server import AgentServer, shared_server
-from trainer.agents.sessions import AgentPool, AgentSession, Cancellation
+from trainer.agents.sessions import AgentPool, AgentSession
 from trainer.config import Config
 from trainer.data.chats import check_generation_prompt
 from trainer.data.limits import max_characters
-from trainer.environments.agent import AgentResult
+from trainer.environments.base import AgentResult
 from trainer.environments.episode_runner import Asks, EpisodeRunner, RolloutRequest, empty_sample
 from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode
 from trainer.generation.engine import Request, Sampling
-from trainer.process import time_limits
-from trainer.sandbox.pool import NOT_TRIED
-from trainer.sandbox.tasks import AsyncCalls
+from trainer.sandbox.pool import Calls
 from trainer.seeding import environment_seed, turn_seed
 
 LOG = logging.getLogger(__name__)
@@ -71,26 +68,13 @@ class AgentRunner(EpisodeRunner):
     @contextlib.asynccontextmanager
     async def together(self) -> AsyncIterator[_Together]:
         async with self.pool.calls() as calls:
-            together = _Together(calls)
-            watch = asyncio.ensure_future(self._cancel_late(together))
-            try:
-                yield together
-            finally:
-                watch.cancel()
+            yield (together := _Together(calls))
         if together.errors:
             LOG.warning(
                 "%d agents ended with an error after a limit of their episode, and count as 0; the first: %s",
                 len(together.errors),
                 together.errors[0],
             )
-
-    async def _cancel_late(self, together: _Together) -> None:
-        """End agents that take too long."""
-        while True:
-            await asyncio.sleep(time_limits.POLL_INTERVAL_S)
-            for session in together.running:
-                if (late := self._cancellation(session)) is not None:
-                    together.calls.submit(late)
 
     async def run(self, request: RolloutRequest, asks: Asks, together: _Together) -> Episode:
         """Run an agent. Its episode ends with it; if this is cancelled, the agent is ended."""
@@ -113,17 +97,10 @@ class AgentRunner(EpisodeRunner):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(begin_reply, *asked)
 
-        paused_s, seed = asks.paused_s, environment_seed(self.seed, request.group)
-        session = AgentSession(
-            request,
-            seed,
-            self.config.timeout_s,
-            partial(self.begin, submit=submit),
-            self.server.discard,
-            lambda: time.monotonic() - (asks.paused_s - paused_s),
-        )
-        ended = loop.create_task(together.calls.do(session))
-        together.running.add(session)
+        seed, begin = environment_seed(self.seed, request.group), partial(self.begin, request, submit)
+        row, server = request.prompt.row, self.server
+        session = AgentSession(row, seed, self.config.timeout_s, begin, server.discard, server.post)
+        ended = loop.create_task(session.run(together.calls))
         try:
             await ended
         except asyncio.CancelledError:
@@ -131,7 +108,6 @@ class AgentRunner(EpisodeRunner):
                 raise failures[0] from None
             raise
         finally:
-            together.running.discard(session)
             asks.finish()
             for task in replies:
                 task.cancel()
@@ -139,16 +115,7 @@ class AgentRunner(EpisodeRunner):
         if session.error:
             together.errors.append(session.error)
         await self.server.settled()  # nothing changes the episode any more
-        return self.episode_of(session)
-
-    def _cancellation(self, session: AgentSession) -> Cancellation | None:
-        """Return what ends an agent that takes too long; None: it does not."""
-        began, most_s = session.first_began_at, self.config.max_seconds
-        if began is None or session.began_at is None:
-            return None
-        if most_s and session.clock() - began > most_s:
-            return session.cancellation(f"was not done after environment.max_seconds={most_s:g}", is_last=True)
-        return session.cancellation() if session.episode.idle_s() > self.config.timeout_s else None
+        return self.episode_of(request, session)
 
     def begin(self, request: RolloutRequest, submit: Callable[[AgentEpisode, Turn, Request], None]) -> AgentEpisode:
         """Return a new episode, which the server serves."""
@@ -163,15 +130,15 @@ class AgentRunner(EpisodeRunner):
         self.server.add(episode)
         return episode
 
-    def episode_of(self, session: AgentSession) -> Episode:
+    def episode_of(self, request: RolloutRequest, session: AgentSession) -> Episode:
         """Return the episode of an agent that has ended."""
-        request, tree = session.request, session.episode.tree
+        tree = session.episode.tree
         result = session.result or AgentResult()
         samples = tree.samples()
         messages, turns = tree.transcript()
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
         answer = request.prompt.row.get(self._answer_key)
-        is_spared = session.failure and (not turns or session.failure.startswith(NOT_TRIED))
+        is_spared = session.failure and not turns
         self.server.post(session.episode.forget)
         return Episode(
             request.uid,
@@ -191,7 +158,6 @@ class AgentRunner(EpisodeRunner):
 class _Together:
     """Agents that begin together."""
 
-    def __init__(self, calls: AsyncCalls):
+    def __init__(self, calls: Calls):
         self.calls = calls
-        self.running: set[AgentSession] = set()
         self.errors: list[str] = []

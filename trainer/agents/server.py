@@ -14,9 +14,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from trainer.agents.answers import Answer
-from trainer.agents.episode import AgentEpisode, ended
-from trainer.agents.errors import ApiError
+from trainer.agents.episode import AgentEpisode, Answer, ended
+from trainer.agents.messages import ApiError
 from trainer.process.network import listen, start_server
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
@@ -133,10 +132,10 @@ class AgentServer:
             response = _response(answer)
             await response.prepare(request)
             if answer.request.stream:
-                for event in answer.events(episode.tree.tokenizer):
+                for event in answer.events():
                     await response.write(event)
             else:
-                await response.write(json.dumps(answer.whole(episode.tree.tokenizer)).encode())
+                await response.write(json.dumps(answer.whole()).encode())
             await response.write_eof()
         return response
 

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.environments.agent import AgentResult, Endpoint
-from trainer.environments.base import find_environment
+from trainer.environments.base import AgentResult, Endpoint, find_environment
 from trainer.environments.worker import RESERVED, UserObjects, checks_value, reach_without_proxy, read_numbers
 from trainer.rewards.parsing import read_number
 from trainer.sandbox import limits
-from trainer.sandbox.user_threads import UserThreads
+from trainer.sandbox.worker import UserThreads
 
 RESERVED_METRICS = RESERVED | {"samples", "errors"}
 """Names of metrics that no agent may have."""

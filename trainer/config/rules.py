@@ -377,8 +377,6 @@ def check_rewards(config: Config) -> Rules:
 @_rules_of("")
 def check_environments(config: Config) -> Rules:
     """Environments that cannot play the episodes of the run."""
-    has_none = config.environment.python is not None and config.environment.name is None
-    yield has_none, "environment.python", "is the interpreter of environment.name, which is not set"
     first = config.rollout.max_prompt_tokens
     for name, environment in config.sections(EnvironmentConfig):
         if environment.name is None:

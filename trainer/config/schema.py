@@ -109,11 +109,6 @@ class Config(Section):
         return dataclasses.replace(self.rollout, max_prompt_tokens=prompt, max_response_tokens=completion)
 
     @property
-    def has_time_limits(self) -> bool:
-        """Whether time decides which episodes are there to train on."""
-        return any(environment.name and environment.max_seconds for environment in self.environments)
-
-    @property
     def task(self) -> TaskSpec:
         """The kind of training.
 

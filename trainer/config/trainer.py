@@ -172,10 +172,9 @@ class TrainerConfig(Section):
     """Put several sequences into one row. false: each forward pass has one sequence, and attends as the model's own
     class does, through its own mask. It is slower, and trains models whose sequences do not stay apart in a row."""
     profile: list[int] = numbers(at_least=1, resume="harmless")
-    """Steps that torch's profiler records, such as `[5,20]`: ranks while they compute the step, and engines in
-    the first seconds that they generate with its weights. The files are in `{run_dir}/profile/step_N`, on the machine
-    of the process. On GPUs there is also a snapshot of each rank's memory. It slows these steps down; numbers stay the
-    same."""
+    """Steps that torch's profiler records, such as `[5,20]`: what ranks compute. The files are in
+    `{run_dir}/profile/step_N`, on the machine of the rank, on GPUs with a snapshot of its memory. It slows these steps
+    down; numbers stay the same."""
     val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
     """Validate every this many steps and after the last step; a run that generates, also the initial weights, as step
     0. -1: never."""

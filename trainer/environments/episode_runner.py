@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -24,7 +23,7 @@ from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.sandbox.tasks import AsyncCalls
+from trainer.sandbox.pool import Calls
 from trainer.seeding import environment_seed, request_seed
 
 
@@ -35,11 +34,6 @@ class Asks(Protocol):
 
     def finish(self) -> None:
         """Note that the episode will ask for no more. A runner that cannot tell this early need not call it."""
-        ...
-
-    @property
-    def paused_s(self) -> float:
-        """Seconds in which no engine could generate, since the job has begun."""
         ...
 
 
@@ -107,19 +101,12 @@ class SingleTurnRunner(EpisodeRunner):
 class RunningEpisode(Session):
     """An episode with an environment, while it runs."""
 
-    def __init__(self, request: RolloutRequest, run_seed: int, asks: Asks):
+    def __init__(self, request: RolloutRequest, run_seed: int):
         super().__init__(request.prompt.row, environment_seed(run_seed, request.group))
         self.request = request
         self.conversation: Conversation | None = None
         self.was_cut = False
         """The last reply has reached its limit."""
-        self._asks = asks
-        self._began_at = time.monotonic() - asks.paused_s
-
-    @property
-    def seconds(self) -> float:
-        """Since its begin, without those in which no engine could generate."""
-        return time.monotonic() - self._asks.paused_s - self._began_at
 
     def needs_reply(self, max_turns: int) -> bool:
         """Whether the policy may be asked once more, whatever the environment answers."""
@@ -160,24 +147,24 @@ class EnvironmentRunner(EpisodeRunner):
         self._pool.__exit__(*exception)
 
     @contextlib.asynccontextmanager
-    async def together(self) -> AsyncIterator[AsyncCalls]:
+    async def together(self) -> AsyncIterator[Calls]:
         async with self._pool.calls() as calls:
             yield calls
 
-    async def run(self, request: RolloutRequest, asks: Asks, together: AsyncCalls) -> Episode:
-        episode = RunningEpisode(request, self._seed, asks)
+    async def run(self, request: RolloutRequest, asks: Asks, together: Calls) -> Episode:
+        episode = RunningEpisode(request, self._seed)
         try:
-            await together.do(episode)
+            await episode.answer(together)
             self._continue(episode)
             while not episode.ended:
                 episode.take_reply(await asks(self._next_request(episode)))
                 if not episode.needs_reply(self._config.max_turns):
                     asks.finish()
-                await together.do(episode)
+                await episode.answer(together)
                 self._continue(episode)
         finally:
             episode.fail("failed", "was stopped")  # if it has not ended
-            together.submit(episode)  # closes the environment
+            together.begin(episode.close(together))
         return self._ended(episode)
 
     def _next_request(self, episode: RunningEpisode) -> Request:
@@ -198,9 +185,6 @@ class EnvironmentRunner(EpisodeRunner):
                 self._add_answer(episode, episode.conversation)
         except UserError as error:  # the chat template refuses the messages
             episode.fail("failed", f"gave messages that have no tokens: {error}")
-        seconds = self._config.max_seconds
-        if not episode.ended and seconds and episode.seconds > seconds:
-            episode.fail("timeout", f"was not done after environment.max_seconds={seconds:g}")
 
     def _begin(self, episode: RunningEpisode) -> None:
         key, most = self._first_limit

@@ -9,75 +9,91 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, StepResult
 from trainer.environments.worker import largest_message
-from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS
-from trainer.sandbox.pool import NOT_TRIED, WorkerPool
-from trainer.sandbox.process import ProcessDied
-from trainer.sandbox.tasks import Task
+from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS, MAX_ATTEMPTS
+from trainer.sandbox.pool import Call, CallFailed, CallLost, Calls, WorkerPool
 
 LOG = logging.getLogger(__name__)
 
 _NUMBERS = itertools.count()
 
 
-class Session(Task):
+class Session:
     """The environment of one episode on the driver: the calls and the answers so far."""
 
-    is_session = True
-    retried = frozenset({"died", "timeout", "raised"})
+    most_attempts = MAX_ATTEMPTS
 
     def __init__(self, row: Mapping[str, Any], seed: int):
-        super().__init__()
         self.row = row
         self.seed = seed
         self.replies: list[Message] = []
-        """The replies of the policy. The pool passes them to the environment."""
+        """The replies of the policy."""
         self.steps: list[StepResult] = []
         """The answers of the environment: the first messages, then a step for each reply."""
         self.ended = False
-        """The episode needs no more steps. The pool closes the environment."""
+        """The episode needs no more steps."""
         self.status = ""
         """Why the episode has ended: `timeout` or `failed` if the environment has failed."""
         self.failure = ""
         """Why the environment has failed."""
         self.is_spared = False
         """The policy cannot have caused the failure."""
-        self.answered = 0
-        """Calls that the present environment has answered. It begins again at 0 when the environment is lost."""
-        self._number = next(_NUMBERS)
-        """Its name in messages to the process."""
+        self.failures = 0
+        """Calls that have failed."""
+        self.home: Any = None
+        """The process that has the environment."""
+        self._answered = 0  # calls that the present environment has answered
+        self._number = next(_NUMBERS)  # its name in messages to the process
 
-    @property
-    def is_async(self) -> bool:  # type: ignore[override]
-        return self.worker is not None and self.worker.is_concurrent
+    async def answer(self, calls: Calls) -> None:
+        """Let the environment answer all replies: it has done so then, or has failed.
 
-    @property
-    def method(self) -> str:
-        """The method that is called next; empty if there is nothing to do."""
-        if self.ended:
-            return "close" if self.worker is not None else ""
-        if self.answered > len(self.replies):
-            return ""
-        return "step" if self.answered else "reset"
+        Raises:
+            WorkerError: the processes cannot start.
+        """
+        is_alone = False
+        while not self.ended and self._answered <= len(self.replies):
+            method = "step" if self._answered else "reset"
+            given = [self.replies[self._answered - 1]] if self._answered else [self.row, self.seed]
+            call = self._call(method, given, is_alone)
+            try:
+                value = await calls.ask(call)
+            except CallLost as lost:
+                is_alone, self._answered, self.home = is_alone or lost.is_suspect, 0, None
+            except CallFailed as failed:
+                self._answered, self.home = 0, None if failed.status == "died" else call.home
+                self.failures += 1
+                if self.failures >= self.most_attempts:
+                    self.fail(failed.status, f"{method} {failed.reason}")
+            else:
+                self.home = call.home
+                self._take(value)
 
-    @property
-    def label(self) -> str:
-        return self.method or super().label
+    async def close(self, calls: Calls) -> None:
+        """Close the environment."""
+        if self.home is None:
+            return
+        call = self._call("close", [])
+        self.home = None
+        try:
+            await calls.ask(call)
+        except CallLost:
+            pass
+        except CallFailed as failed:
+            LOG.info("an environment was not closed: close %s", failed.reason)
 
-    def next_call(self) -> list[Any] | None:
-        given = {"reset": [self.row, self.seed], "step": self.replies[self.answered - 1 : self.answered]}
-        return [self._number, self.method, *given.get(self.method, [])] if self.method else None
+    def _call(self, method: str, given: list[Any], is_alone: bool = False) -> Call:
+        ends = method == "close"
+        message = [self._number, method, *given]
+        return Call(message, method, is_alone=is_alone, is_session=True, ends_session=ends, home=self.home)
 
-    def take(self, value: Any) -> bool:
+    def _take(self, value: Any) -> None:
         """Take an answer. One that was given before must be the same."""
-        if self.ended:
-            self.worker = None
-            return False
         match value:
             case {
                 "messages": list(messages),
@@ -88,10 +104,11 @@ class Session(Task):
             }:
                 step = StepResult(messages, reward, done, rewards, metrics)
             case _:
-                raise ProcessDied
-        if self.answered == len(self.steps):
+                self.fail("failed", "has written into the pipe of its process")
+                return
+        if self._answered == len(self.steps):
             self.steps.append(step)
-        elif step != self.steps[self.answered]:
+        elif step != self.steps[self._answered]:
             self.fail(
                 "failed",
                 "answered the same replies in another way when they were repeated; an environment must be a function "
@@ -100,10 +117,7 @@ class Session(Task):
             )
         if not abs(self.reward) <= LARGEST_REWARD:
             self.fail("failed", f"gave rewards that add up to {self.reward:g}, beyond {LARGEST_REWARD:g}")
-        self.answered += 1
-        if not self.method:
-            self.run_isolated = False
-        return False
+        self._answered += 1
 
     @property
     def reward(self) -> float:
@@ -118,22 +132,11 @@ class Session(Task):
                 totals[name] += value
         return dict(totals)
 
-    def restart(self) -> None:
-        self.answered = 0
-
-    def record_failure(self, status: str, reason: str) -> None:
-        reason = reason if self.worker is None else f"{self.method} {reason}"
-        if self.ended:
-            LOG.info("an environment was not closed: %s", reason)
-            self.worker = None
-        else:
-            super().record_failure(status, reason)
-
     def fail(self, status: str, reason: str, by_policy: bool = True) -> None:
         """End the episode. `by_policy`: a reply may have caused the failure, if there was one."""
         if not self.ended:
             self.status, self.failure, self.ended = "timeout" if status == "timeout" else "failed", reason, True
-            self.is_spared = not (by_policy and self.replies) or reason.startswith(NOT_TRIED)
+            self.is_spared = not (by_policy and self.replies)
 
 
 class EnvironmentPool(WorkerPool):
@@ -153,15 +156,4 @@ class EnvironmentPool(WorkerPool):
             limit=("environment.timeout_s", config.timeout_s),
             concurrency=MAX_ASYNC_SESSIONS,
             largest_message=largest_message(most_characters),
-            python=config.python,
         )
-
-    def step_all(self, sessions: Sequence[Session]) -> None:
-        """Make the calls that the sessions need: afterwards each has answered its replies, has failed, or is closed.
-
-        Raises:
-            WorkerError: the processes cannot start.
-        """
-        with self.round() as tasks:
-            tasks.submit(sessions)
-            tasks.wait()

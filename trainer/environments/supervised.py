@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.environments.base import Environment, Message
-from trainer.environments.calls import ToolCall
-from trainer.environments.tools import ToolEnvironment
+from trainer.environments.tools import ToolCall, ToolEnvironment
 from trainer.errors import UserError, describe_error
 
 

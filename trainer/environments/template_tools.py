@@ -17,8 +17,7 @@ from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
 from trainer.data.replies import reply_text
 from trainer.environments.base import Message
-from trainer.environments.calls import read_calls, split_calls
-from trainer.environments.tools import unread_reply
+from trainer.environments.tools import read_calls, split_calls, unread_reply
 from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 

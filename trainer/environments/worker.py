@@ -16,8 +16,7 @@ from trainer.files.documents import nests_deeply
 from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
-from trainer.sandbox.user_threads import UserThreads
-from trainer.sandbox.worker import Handler, line_of
+from trainer.sandbox.worker import Handler, UserThreads, line_of
 
 RESERVED = frozenset(("turns", "tokens"))
 """Names of `episode/<name>/mean` that no metric of an environment may have."""
@@ -101,13 +100,12 @@ class EnvironmentHandler(UserObjects):
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         kind = find_environment(name)
         if is_agent(kind):
-            raise UserError(f"{name} is an agent; the interpreter of the trainer must be able to import it, too")
+            raise UserError(f"{name} is an agent")
         methods = (getattr(kind, method, None) for method in METHODS)
         is_safe = getattr(kind, "thread_safe", False)
         is_safe = is_safe(**options) if callable(is_safe) else bool(is_safe)
         self._threads = UserThreads("environment", several=is_safe)
         self.is_concurrent = is_safe or any(map(inspect.iscoroutinefunction, methods))
-        self.in_turn = not self.is_concurrent
         super().__init__(kind, options)
         self._timeout_s = timeout_s
         self._most_characters = most_characters

@@ -41,7 +41,7 @@ from trainer.files.redaction import redact
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.fixed_weights import FixedWeights
 from trainer.jobs import cluster_of
-from trainer.journal.history import code_in, digest, identity, interpreters_of
+from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.estimates import row_values
 from trainer.metrics.tracker import METRICS_FILE
@@ -55,7 +55,6 @@ from trainer.process.failure_log import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage
-from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.run.compatibility import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
@@ -133,7 +132,7 @@ class _Evaluating:
         with stage("reading the data"):
             sets = self._read_sets(tokenizer)
         rollouts, _ = deciding_settings(self.cfg)
-        settings = identity(rollouts, {}, results.weights, interpreters_of(self.cfg))
+        settings = identity(rollouts, {}, results.weights)
         journal = Journal(self.directory, settings, self._lock.check, is_on=self.cfg.rollout.journal)
         with contextlib.ExitStack() as ends:
             ends.callback(journal.close)
@@ -141,11 +140,10 @@ class _Evaluating:
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
             ends.callback(pool.leave)
-            cache = RewardCache(self.directory, self._lock.check)
             scorers = make_scorers(
                 self.cfg,
                 list(map(_source_of, sets)),
-                lambda cfg: None if cfg.environment.name is not None else RewardPool(cfg.reward, cache),
+                lambda cfg: None if cfg.environment.name is not None else RewardPool(cfg.reward),
             )
             routes = make_routes(self.cfg, scorers, tokenizer)
             rollouts = Rollouts(self.cfg, pool, stop_token_ids(path, tokenizer), routes, journal)
@@ -303,5 +301,5 @@ def deciding(cfg: Config) -> dict[str, str]:
         if cfg.reads(key) and (key.startswith("data.") or key in rules and rules[key].change == "validation")
     }
     settings = {**rollouts, **validation}
-    code = {f"{CODE}{path}": found for path, found in code_in(settings, interpreters_of(cfg)).items()}
+    code = {f"{CODE}{path}": found for path, found in code_in(settings).items()}
     return {key: digest(value) for key, value in settings.items()} | code

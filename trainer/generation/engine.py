@@ -6,13 +6,14 @@ Nothing here imports torch: the process that speaks for an inference server star
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from trainer.config.engines import EngineSpec
+from trainer.config.rollout import TOKEN
 from trainer.import_utils import import_function
 from trainer.process import time_limits
 
@@ -131,14 +132,6 @@ class Engine(Protocol):
         ...
 
 
-class ServedEngine(Engine, Protocol):
-    """An engine with `EngineSpec.names_receivers`: what takes the weights is not the process that speaks for it."""
-
-    def receivers(self) -> list[str]:
-        """Return the host of each process that takes weights."""
-        ...
-
-
 class StreamingEngine(Engine, Protocol):
     """An engine of the unit `request` (see `EngineSpec.unit`): it takes more requests while it generates.
 
@@ -215,41 +208,19 @@ BUILT_IN = {
 """The classes of the built-in engines, imported in the process of an engine."""
 
 
-def make_engine(spec: EngineSpec, *args: Any, **kwargs: Any) -> Engine:
-    """Return a new engine in this process."""
-    return import_function(BUILT_IN.get(spec.path, spec.path), "rollout.engine")(*args, **kwargs)
-
-
 def build_engine(
-    spec: EngineSpec,
-    variables: Mapping[str, str],
-    deterministic: bool,
-    model_path: str,
-    number: int,
-    profiled: tuple[Collection[int], str] = ((), ""),
-    **kwargs: Any,
+    spec: EngineSpec, token: str | None, deterministic: bool, model_path: str, number: int, **kwargs: Any
 ) -> Engine:
     """Return an engine. It runs in the engine's process, so that the driver need not import engines.
 
     Args:
-        profiled: the steps to profile, and the run directory.
+        token: of inference servers. It comes here, because Ray shows the environment of an actor to everybody.
     """
-    for name, value in variables.items():  # here, because Ray shows the environment of an actor to everybody
-        os.environ.setdefault(name, value)
+    if token is not None:
+        os.environ.setdefault(TOKEN, token)
     if deterministic:
         from trainer.parallel.rng import use_deterministic_kernels
 
         use_deterministic_kernels(warn_only=True)  # `top_p` adds up probabilities, which has no such kernel
-    steps, run_dir = profiled
-    is_profiled = bool(steps) and not spec.served
-    has_workers = "rollout" in kwargs and kwargs["rollout"].tensor_parallel_size > 1
-    profiles_itself = is_profiled and spec.profiles and has_workers
-    if profiles_itself:
-        kwargs["profile_dir"] = os.path.abspath(run_dir)
-    numbered = {"index": number} if spec.numbered else {}
-    engine = make_engine(spec, model_path, **kwargs, **numbered)
-    if not is_profiled:
-        return engine
-    from trainer.generation.profiled_engine import profile_engine  # imports torch
-
-    return profile_engine(engine, profiles_itself, steps, run_dir, number, kwargs["device"])
+    numbered = {"index": number} if spec.served else {}
+    return import_function(BUILT_IN.get(spec.path, spec.path), "rollout.engine")(model_path, **kwargs, **numbered)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,15 +22,14 @@ from trainer.errors import (
     describe_error,
     set_failure_source,
 )
-from trainer.generation.colocation import GpuAssignment, assign_gpus, colocated_ranks, gpus_of
-from trainer.generation.config_check import describe_model
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.engines import Engines, engine_builder
 from trainer.generation.event_loop import EventLoop, in_thread
-from trainer.generation.lifecycle import GpuMemory, State
+from trainer.generation.lifecycle import GpuAssignment, GpuMemory, State, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure, make_transport
+from trainer.generation.weight_check import describe_model
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -77,8 +75,6 @@ class EnginePool:
         """Size of the weights or adapters of the last sync."""
         self.loop = EventLoop()
         """On which completions are asked for."""
-        self._pauses = 0
-        self._paused_since = self._earlier_pauses_s = 0.0
         self._waking_bytes = 0  # of each GPU; 0: not known
         self._spec = spec = cfg.engine
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
@@ -86,7 +82,6 @@ class EnginePool:
         self._readying = asyncio.Lock()
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
         self._has_started = self._has_synced = False
-        self._deferred: bool | None = None  # whether a start that is still to come has the initial weights
         self._assignments: list[GpuAssignment | None] = []
         if self._memory.shared:  # what cannot work is refused before the engines load
             self._assign_gpus()
@@ -97,8 +92,8 @@ class EnginePool:
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
-        self._build = engine_builder(cfg, model_path, self._device, self._job)
-        group = cluster.launch_engines(self._build, numbers, environment, assignment)
+        build = engine_builder(cfg, model_path, self._device, self._job)
+        group = cluster.launch_engines(build, numbers, environment, assignment)
         window_s, has_capacity = time_limits.RESTART_WINDOW_S, functools.partial(cluster.has_capacity, group)
         limit, urls = cfg.trainer.max_restarts, cfg.rollout.urls if spec.served else ()
         self._engines = Engines(group, self._memory, limit, window_s, has_capacity, urls)
@@ -120,39 +115,20 @@ class EnginePool:
         """What decides the last bits of a completion: its `request`, or the `batch` (see `EngineSpec`)."""
         return self._spec.unit
 
-    @property
-    def paused_s(self) -> float:
-        """Seconds in which no engine could generate, because all were starting, lost, or asleep."""
-        return self._earlier_pauses_s + (time.monotonic() - self._paused_since if self._pauses else 0.0)
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Count the seconds of the block in `paused_s`. Blocks that overlap count once."""
-        if not self._pauses:
-            self._paused_since = time.monotonic()
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if not self._pauses:
-                self._earlier_pauses_s += time.monotonic() - self._paused_since
-
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
         """Keep the engines from generating while the block runs, on the main thread, which uses them.
 
         A failure in the block ends all requests.
         """
-        with self._paused():
-            self.loop.run(self._dispatcher.pause())
-            try:
-                yield
-            except BaseException as error:
-                self.loop.call(self._dispatcher.fail, error)
-                raise
-            finally:
-                self.loop.call(self._dispatcher.resume)
+        self.loop.run(self._dispatcher.pause(), "the engines")
+        try:
+            yield
+        except BaseException as error:
+            self.loop.call(self._dispatcher.fail, error)
+            raise
+        finally:
+            self.loop.call(self._dispatcher.resume)
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
@@ -163,28 +139,19 @@ class EnginePool:
             self._engines.load()
             self._put_to_sleep()
 
-    def start(self, version: int, is_initial: bool, may_defer: bool = False) -> None:
+    def start(self, version: int, is_initial: bool) -> None:
         """Wait for the engines, and bring them to the policy's weights. Again if the ranks have been started again.
 
         Args:
             version: of the policy's weights.
             is_initial: these are the initial weights, which new engines hold already.
-            may_defer: all this may happen when completions are asked for. Then only this thread may ask for them.
 
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
         self.loop.call(self._dispatcher.start)
-        self._version, self._deferred = version, is_initial
-        if not may_defer or self._has_started:
-            with self._at_rest():
-                self._end_deferral()
-
-    def _end_deferral(self) -> None:
-        if self._deferred is not None:
-            with SIGNALS.waiting():
-                self._start(self._version, self._deferred)
-            self._deferred = None  # from here on, completions may be asked for
+        with self._at_rest(), SIGNALS.waiting():
+            self._start(version, is_initial)
 
     def _start(self, version: int, is_initial: bool) -> None:
         if self._has_started or self._memory.shared:
@@ -195,13 +162,13 @@ class EnginePool:
         else:
             self._engines.load()
             self._way = self._given_way or self._choose_way(
-                [*self._ranks.policy.placements(), *self._receiver_places()]
+                [*self._ranks.policy.placements(), *self._engines.placements()]
             )
         self._has_started = True
         self._transport: Transport = make_transport(find_transport(self._way), self._ends)
         self._transport.check()
         self._meet(self._engines.lifecycle.loaded)
-        if is_initial and self._spec.holds_start_weights and self._transport.is_checked:
+        if is_initial and not self._spec.served and self._transport.is_checked:
             self._engines.mark_ready(
                 self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
             )
@@ -232,23 +199,17 @@ class EnginePool:
                 self._engines.finish_starts()
                 self._put_to_sleep()
 
-    @property
-    def _is_ready(self) -> bool:
-        return self._deferred is None and self._memory.is_awake
-
     async def _get_ready(self) -> None:
-        """Start what was deferred, and wake the engines."""
-        if self._is_ready:
+        """Wake the engines."""
+        if self._memory.is_awake:
             return
         async with self._readying:
-            if not self._is_ready:
+            if not self._memory.is_awake:
                 await self.loop.on_main(self._make_ready)
 
     def _make_ready(self) -> None:
         with self._at_rest():
-            self._end_deferral()
-            if not self._memory.is_awake:
-                self._wake()
+            self._wake()
 
     def _sleep_after_failure(self) -> None:
         """Let the engines release the memory: ranks that start again need it. Not all engines can answer."""
@@ -306,19 +267,18 @@ class EnginePool:
             await in_thread(self._reload, stale)
         if not is_needed or engines.lifecycle.serving or not self._has_started:
             return
-        with self._paused():
-            if is_kept:
-                await in_thread(engines.wait_for_capacity, lambda: self._dispatcher.is_paused)
-            elif self.loop.is_waited_for:
-                await self.loop.on_main(self._refit)
-            else:
-                error = WorkerError(
-                    "no engine is left that has the weights of the rollouts under way, and the ranks train already: "
-                    "the run goes back to its last checkpoint",
-                    RESTART_HINT,
-                )
-                set_failure_source(error, FailureSource("engine"))
-                raise error
+        if is_kept:
+            await in_thread(engines.wait_for_capacity, lambda: self._dispatcher.is_paused)
+        elif self.loop.is_waited_for:
+            await self.loop.on_main(self._refit)
+        else:
+            error = WorkerError(
+                "no engine is left that has the weights of the rollouts under way, and the ranks train already: "
+                "the run goes back to its last checkpoint",
+                RESTART_HINT,
+            )
+            set_failure_source(error, FailureSource("engine"))
+            raise error
 
     @property
     def _transport_keeps(self) -> bool:
@@ -375,11 +335,7 @@ class EnginePool:
                 `RequestsDropped`.
         """
         with self._at_rest():
-            if self._deferred is None:
-                self._sync(version, running)
-            else:
-                self._version, self._deferred = version, False
-                self._engines.poll(0)  # replaces those that have died
+            self._sync(version, running)
 
     def _sync(self, version: int, running: RunningRequests) -> None:
         engines = self._engines
@@ -433,26 +389,19 @@ class EnginePool:
         self.leave()
 
     def leave(self) -> None:
-        """End the event loop. Leave inference servers, if there are some, to other jobs, as far as they answer soon."""
+        """End the event loop, and leave inference servers to other jobs. The cluster ends the engines."""
         self.loop.close()
         if self._job is not None:
-            self._engines.leave(self._cfg.rollout.urls, self._job)
+            from trainer.generation.server_engine import leave_servers  # imports httpx
+
+            leave_servers(self._cfg.rollout.urls, self._job)
 
     def _meet(self, receivers: list[int]) -> None:
         self._transport.meet(receivers)
         self._receivers = self._processes(receivers)
 
-    def _receiver_places(self) -> list[dict[str, Any]]:
-        """Return the host of each process that takes weights, once the engines are loaded."""
-        if not self._spec.names_receivers:
-            return self._engines.placements()
-        found = self._engines.call(self._engines.lifecycle.loaded, "receivers")
-        return [{"host": host} for hosts in found.values() for host in hosts]
-
     def _count_receivers(self, engines: Sequence[int]) -> int:
-        if not self._spec.names_receivers:
-            return len(engines) * max(1, self._gpus)
-        return sum(map(len, self._engines.call(engines, "receivers").values()))
+        return len(engines) * max(1, self._gpus)
 
     def _processes(self, engines: Iterable[int]) -> list[Any]:
         return [self._engines.group.workers[engine] for engine in engines]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
+from trainer.config.rollout import TOKEN
 from trainer.config.tasks import POLICY_KEY
 from trainer.errors import (
     RESTART_HINT,
@@ -42,30 +41,20 @@ LOG = logging.getLogger(__name__)
 _SERVER_LOSSES = 20
 """Losses of an inference server within one step after which a further one counts as a restart."""
 _SERVER_CAUSES = ("server", "server_absent")
-_ASKED = 2
-"""How often a server is asked before it is lost for its silence: it, or this process, may have paused for a moment."""
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
 
 
 class _Receiving(CallFutures):
-    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it.
+    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it."""
 
-    Args:
-        silent: returns the engines whose servers have vanished, with what to say of them.
-    """
-
-    def __init__(self, group: WorkerGroup, silent: Callable[[], Mapping[int, Exception]]):
+    def __init__(self, group: WorkerGroup):
         super().__init__(group)
-        self._silent = silent
         self.lost: dict[int, Exception] = {}
 
     def poll(
         self, timeout_s: float | None = None, check_health: bool = True
     ) -> list[tuple[int, Any, Exception | None]]:
-        for engine, error in self._silent().items():
-            self.lost[engine] = error
-            self.drop_calls(engine)
         outcomes = super().poll(timeout_s, check_health)
         failed = {
             one: error for one, _, error in outcomes if isinstance(error, WorkerError) and error.cause == "server"
@@ -97,7 +86,6 @@ class Engines:
     ):
         self.group = group
         self._urls = urls
-        self._asked_at = -math.inf  # when the servers were asked whether they answer
         self._memory = memory
         self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
@@ -159,7 +147,6 @@ class Engines:
     def poll(self, wait_s: float = time_limits.POLL_INTERVAL_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
-        self._drop_silent_servers()
         now = time.monotonic()
         for engine in [engine for engine, due in self._due.items() if due <= now and self._may_start(engine)]:
             del self._due[engine]
@@ -213,17 +200,10 @@ class Engines:
         Raises:
             Exception: an engine or a rank failed. The others may wait for it without end.
         """
-        is_sent = threading.Event()
-
-        def send() -> None:
-            sending.result()
-            is_sent.set()
-
-        # While weights are sent, everybody waits for every engine, so none can be set aside.
-        receiving = _Receiving(self.group, lambda: self._silent_servers() if is_sent.is_set() else {})
+        receiving = _Receiving(self.group)
         for engine in engines:
             receiving.begin(engine, "sync_weights", *arguments)
-        wait_for_all(receiving.result, send)
+        wait_for_all(receiving.result, sending.result)
         for engine, error in receiving.lost.items():
             self.mark_failed([engine], error)
         return [engine for engine in engines if engine not in receiving.lost]
@@ -243,38 +223,12 @@ class Engines:
         """Return the results of calls by engine, in their order. Engines that have failed are lost."""
         results = {}
         while calls.is_running:
-            for engine in self._drop_silent_servers():
-                calls.drop_calls(engine)
             for engine, result, error in calls.poll():
                 if error is None:
                     results[engine] = result
                 else:
                     self.mark_failed([engine], error)
         return dict(sorted(results.items()))
-
-    def _drop_silent_servers(self) -> list[int]:
-        """End the engines of `_silent_servers`, and return them."""
-        silent = self._silent_servers()
-        for engine, error in silent.items():
-            self.mark_failed([engine], error)
-        return list(silent)
-
-    def _silent_servers(self) -> dict[int, WorkerError]:
-        """After a signal, return the engines whose servers do not answer, with what to say of them.
-
-        A machine that is gone closes no connection, and the step that is to be finished would wait for it for long.
-        """
-        if not (self._urls and SIGNALS.first) or time.monotonic() < self._asked_at + time_limits.SERVER_POLL_S:
-            return {}
-        from trainer.generation.server_engine import silent_servers  # imports httpx
-
-        silent, limit_s = self.lifecycle.loaded, time_limits.SERVER_ANSWER_S
-        for _ in range(_ASKED):
-            silent = [silent[index] for index in silent_servers([self._urls[one] for one in silent], limit_s)]
-        self._asked_at = time.monotonic()
-        signal, waited_s = SIGNALS.first, _ASKED * limit_s
-        texts = {one: f"the inference server {self._urls[one]} has not answered for {waited_s:g} s" for one in silent}
-        return {one: WorkerError(f"after {signal} {text}", "", "server") for one, text in texts.items()}
 
     def mark_failed(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.
@@ -335,14 +289,13 @@ class Engines:
             self.lifecycle.refit(engine, version)
             self._record(engine, "replaced the engine")
 
-    def shutdown(self, limit_s: float = math.inf) -> None:
-        """End the engines, and wait up to `limit_s` seconds. The run has ended, so failures are only logged."""
-        end = time.monotonic() + limit_s
+    def shutdown(self) -> None:
+        """End the engines. The run has ended, so failures are only logged."""
         try:
             calls = CallFutures(self.group)
             for engine in self.lifecycle.loaded:
                 calls.begin(engine, "shutdown")
-            while calls.is_running and time.monotonic() < end:
+            while calls.is_running:
                 for _, _, error in calls.poll():
                     if error is not None:  # a dead process, or CUDA in an engine that sleeps
                         LOG.info("an engine has failed at its end: %s", describe_error(error))
@@ -350,20 +303,6 @@ class Engines:
             LOG.info("%s", error.message)
         for engine in list(self._lost):
             self._record(engine, "continued without the engine")
-
-    def leave(self, urls: Sequence[str], job: Job) -> None:
-        """Leave the servers of a run that ends early to other jobs, and do not wait for those that do not answer soon.
-
-        Engines that start may have taken their servers already, and cannot be asked. So this process speaks for all
-        engines, and they speak for themselves where it reaches no server.
-        """
-        from trainer.generation.server_engine import leave_servers  # imports httpx
-
-        try:
-            if not leave_servers(urls, job, time_limits.LEAVE_S):
-                self.shutdown(time_limits.LEAVE_S)
-        except (Exception, Stopped) as error:  # what has ended the run is what counts
-            LOG.info("the inference servers were not left: %s", describe_error(error))
 
     def _record(self, engine: int, action: str) -> None:
         if engine in self._lost:
@@ -385,7 +324,7 @@ def engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -
     return functools.partial(
         build_engine,
         dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
-        spec.variables_in(os.environ),
+        os.environ.get(TOKEN) if spec.served else None,
         cfg.trainer.deterministic and spec.deterministic_torch,
         model_path,
         dtype=cfg.rollout.dtype,
@@ -393,7 +332,6 @@ def engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -
         rollout=cfg.rollout_of_engines,
         device=device,
         trust_remote_code=cfg.model.trust_remote_code,
-        profiled=(tuple(cfg.trainer.profile), os.path.abspath(cfg.trainer.run_dir)),
         **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
         **({"job": job} if job is not None else {}),
         **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),

@@ -144,35 +144,22 @@ class ServerEngine:
         return result
 
     def _read_batch(self, batch: object, number: int, requests: Mapping[int, Request]) -> None:
-        """Send a batch, and queue its completions, or why they do not come.
-
-        If the connection breaks, the batch is sent again to an engine that still has the weights: the whole of it,
-        because the last bits of a completion can depend on the others.
-        """
-        attempts, missing = 0, set(requests)
-        while number == self._batches:
-            try:
-                for line in self._send(batch, number, requests):
-                    if number != self._batches:
-                        return
-                    if not line:
-                        continue
-                    with self._answers():
-                        answer = protocol.decode_completions(line)
-                    completions = {done: one for done, one in answer.items() if done in missing}
-                    missing -= completions.keys()
-                    if completions:
-                        self._results.put((number, completions))
-                        attempts = 0
-                if not missing:
+        """Send a batch, and queue its completions, or why they do not come."""
+        missing = set(requests)
+        try:
+            for line in self._send(batch, number, requests):
+                if number != self._batches:
                     return
-                raise self._lost(f"the answer has ended without {len(missing)} completions")
-            except Exception as error:
-                attempts += 1
-                if number == self._batches and attempts < _ATTEMPTS and self._still_has_weights(error):
+                if not line:
                     continue
-                self._results.put((number, error))
-                return
+                with self._answers():
+                    completions = protocol.decode_completions(line)
+                missing -= completions.keys()
+                self._results.put((number, completions))
+            if missing and number == self._batches:
+                raise self._lost(f"the answer has ended without {len(missing)} completions")
+        except Exception as error:
+            self._results.put((number, error))
 
     def _send(self, batch: object, number: int, requests: Mapping[int, Request]) -> Iterator[str]:
         """Send a batch unless it has been aborted, and yield the lines of the answer.
@@ -196,15 +183,6 @@ class ServerEngine:
                 self._unsent.discard(batch)
                 self._sending.notify_all()
         yield from lines
-
-    def _still_has_weights(self, error: Exception) -> bool:
-        """Return whether the server answers again after `error`, with the engine that has got the weights."""
-        if not isinstance(error, WorkerError) or isinstance(error.__cause__, httpx.TimeoutException):
-            return False
-        with contextlib.suppress(WorkerError, UserError):
-            self._post(protocol.RENEW, {}, self._headers)
-            return True
-        return False
 
     def sync_weights(self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort") -> None:
         """Let the server load the weights of `source`."""
@@ -395,61 +373,21 @@ class ServerEngine:
         return WorkerError(f"the inference server {self.url} does not serve ({one_line(reason)})", "", "server")
 
 
-def leave_servers(urls: Sequence[str], job: Job, limit_s: float) -> bool:
-    """Leave the servers of a job to other jobs, also those that its processes are about to take, or that hold them up.
+def leave_servers(urls: Sequence[str], job: Job) -> None:
+    """Leave the servers of a job to other jobs, also those that its processes are about to take.
 
-    Returns:
-        whether all have answered within `limit_s` seconds.
+    One that does not answer soon keeps the job until its lease ends.
     """
-    answers = _ask_all(urls, "POST", protocol.RELEASE, limit_s, {protocol.OWNER: job.owner})
-    return len(answers) == len(urls) and all(answer.is_success for answer in answers.values())
-
-
-def silent_servers(urls: Sequence[str], limit_s: float) -> list[int]:
-    """Return the indices of the servers that do not answer within `limit_s` seconds."""
-    answers = _ask_all(urls, "GET", protocol.STATUS, limit_s)
-    return [index for index in range(len(urls)) if index not in answers]
-
-
-def _ask_all(
-    urls: Sequence[str], method: str, path: str, limit_s: float, headers: Mapping[str, str] | None = None
-) -> dict[int, httpx.Response]:
-    """Send a request to all servers at the same time.
-
-    Returns:
-        the answers that come within `limit_s` seconds, by the indices of the servers.
-    """
-    answers: dict[int, httpx.Response] = {}
-    client = httpx.Client(
-        headers={**_authorization(), **(headers or {})},
-        timeout=limit_s,
-        limits=httpx.Limits(max_connections=None),
-        trust_env=False,
-    )
-
-    def ask(index: int, url: str) -> None:
+    headers = {**_authorization(), protocol.OWNER: job.owner}
+    for url in urls:
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
-            json_body = {} if method == "POST" else None
-            answers[index] = client.request(method, url.rstrip("/") + path, json=json_body)
-
-    threads = [threading.Thread(target=ask, args=item, daemon=True) for item in enumerate(urls)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):  # each ends after its own time limit
-        threading.Thread(target=_close_after, args=(client, threads), daemon=True).start()
-    else:
-        client.close()
-    return dict(answers)
-
-
-def _close_after(client: httpx.Client, threads: Sequence[threading.Thread]) -> None:
-    """Close a client when the threads that use it have ended."""
-    for thread in threads:
-        thread.join()
-    client.close()
+            httpx.post(
+                f"{url.rstrip('/')}{protocol.RELEASE}",
+                json={},
+                headers=headers,
+                timeout=time_limits.SERVER_RETRY_S,
+                trust_env=False,
+            )
 
 
 def _authorization() -> dict[str, str]:

@@ -45,11 +45,9 @@ class Job:
     """Who uses a server."""
 
     run: str
-    """Digest of the first start of the run: that of all its starts, and of those of its copies."""
+    """Digest of the first start of the run, and of its directory: that of all its starts. A copy has another one."""
     start: int
     """Number of this start. A later one takes the server from an earlier one."""
-    directory: str
-    """Digest of the path and the inode of the run directory. A copy has another one."""
     name: str
     """What messages call it."""
     engine: int = 0
@@ -71,23 +69,17 @@ class Job:
                 lines = file.readlines()
         except OSError:
             lines = []
-        first = lines[0] if lines else os.path.abspath(run_dir).encode()  # a line names time, host and process
-        run = hashlib.sha256(first).hexdigest()[:16]
-        name = f"run {os.path.basename(os.path.abspath(run_dir))} (process {os.getpid()} on {socket.gethostname()})"
-        owner = secrets.token_hex(16)
-        return Job(run, len(lines), _digest_of(run_dir), name, owner=owner, architecture=architecture)
+        path = os.path.realpath(run_dir)
+        inode = os.stat(path).st_ino if os.path.isdir(path) else 0  # without the device, which nodes number otherwise
+        first = lines[0] if lines else b""  # a line names time, host and process
+        run = hashlib.sha256(first + f"{inode} {path}".encode()).hexdigest()[:16]
+        name = f"run {os.path.basename(path)} (process {os.getpid()} on {socket.gethostname()})"
+        return Job(run, len(lines), name, owner=secrets.token_hex(16), architecture=architecture)
 
 
 def owners_of(owner: str) -> tuple[str, str]:
     """Return the secret of a process and that of its job. They are equal for a job itself."""
     return owner, owner.partition(".")[0]
-
-
-def _digest_of(run_dir: str) -> str:
-    """Return a digest of path and inode, without the device: its number differs between nodes with one file system."""
-    path = os.path.realpath(run_dir)
-    inode = os.stat(path).st_ino if os.path.isdir(path) else 0
-    return hashlib.sha256(f"{inode} {path}".encode()).hexdigest()[:16]
 
 
 def encode_requests(requests: Mapping[int, Request]) -> bytes:

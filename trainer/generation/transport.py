@@ -65,65 +65,40 @@ class Ends:
     """Engines may need the weights of the last sync again after the ranks have changed theirs."""
 
 
-class Transport(Protocol):
-    """Sends the policy's weights to engines in one way. The pool makes a new one whenever ranks have started."""
-
-    is_checked: bool
-    """`check` finds all that cannot work. Else the first weights are sent before the first step, to try it."""
-
-    def check(self) -> None:
-        """Refuse what cannot work, before the first step."""
-        ...
-
-    def meet(self, engines: Sequence[int]) -> None:
-        """Choose where ranks and these engines meet. Called again when the processes of the engines are others."""
-        ...
-
-    def offer(self) -> AbstractContextManager[tuple[WeightSource, CallFutures | None]]:
-        """Return what engines load, and the sending calls that run meanwhile; None: nothing is sent any more."""
-        ...
-
-    def kept(self) -> WeightSource | None:
-        """Return what engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
-        ...
-
-    def drop_kept(self) -> None:
-        """Free what `kept` returns."""
-        ...
-
-    @property
-    def synced_bytes(self) -> int:
-        """Size of what the last sync has sent."""
-        ...
-
-
-class TransportBase:
-    """Base class: nothing to check, no place to meet, and whole weights."""
+class Transport:
+    """Sends the policy's weights to engines in one way. A base class; one is made whenever ranks have started."""
 
     is_checked = False
+    """`check` finds all that cannot work. Else the first weights are sent before the first step, to try it."""
 
     def __init__(self, ends: Ends):
         self.ends = ends
         self._dtype = ends.cfg.rollout.dtype
 
     def check(self) -> None:
-        """Nothing is known before it is tried."""
+        """Refuse what cannot work, before the first step."""
 
     def meet(self, engines: Sequence[int]) -> None:
-        """Engines find what they load by what they are given."""
+        """Choose where ranks and these engines meet. Called again when the processes of the engines are others."""
+
+    def offer(self) -> AbstractContextManager[tuple[WeightSource, CallFutures | None]]:
+        """Return what engines load, and the sending calls that run meanwhile; None: nothing is sent any more."""
+        raise NotImplementedError
 
     def kept(self) -> WeightSource | None:
+        """Return what engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
         return None
 
     def drop_kept(self) -> None:
-        """Nothing is kept."""
+        """Free what `kept` returns."""
 
     @functools.cached_property
     def synced_bytes(self) -> int:
+        """Size of what the last sync has sent."""
         return self.ends.ranks.call_one("policy", "weight_bytes", self._dtype)
 
 
-class SharedMemoryTransport(TransportBase):
+class SharedMemoryTransport(Transport):
     """The ranks write safetensors to memory of the node, and engines read them.
 
     With `Ends.keeps` the files stay there until the next sync.
@@ -156,7 +131,7 @@ class SharedMemoryTransport(TransportBase):
             self.ends.ranks.drop_shared()
 
 
-class StreamedTransport(TransportBase):
+class StreamedTransport(Transport):
     """The ranks send while the engines receive. They meet at `transfer`."""
 
     transfer: Broadcast | Ipc
@@ -191,7 +166,7 @@ class IpcTransport(StreamedTransport):
         self.transfer = Ipc(secrets.token_hex(16), self.ends.colocated_ranks(engines), **self._settings)
 
 
-class AdapterTransport(TransportBase):
+class AdapterTransport(Transport):
     """Adapters travel in one piece, stored once for all engines. They are small, and always kept."""
 
     synced_bytes = 0
@@ -215,7 +190,7 @@ class AdapterTransport(TransportBase):
         return self.ends.ranks.call_one("policy", "adapter_config", self.ends.model_path)
 
 
-BUILT_IN: dict[str, type[TransportBase]] = {
+BUILT_IN: dict[str, type[Transport]] = {
     "ipc": IpcTransport,
     "broadcast": BroadcastTransport,
     "shared_memory": SharedMemoryTransport,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import io
+import fcntl
+import itertools
 import math
 import os
 import threading
@@ -18,7 +17,6 @@ from trainer.config.engines import ENGINES
 from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
-from trainer.generation.compile_cache import use_own_cache
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -55,7 +53,6 @@ class VLLMEngine:
         seed: for what vLLM draws outside of requests, which have their own seeds.
         device: `cpu` or `cuda`.
         lora_rank: rank of the adapters that `sync_weights` will bring; None: it will bring weights.
-        profile_dir: directory for files of vLLM's profiler; None: no step is profiled.
 
     Raises:
         UserError: vLLM is not installed, or refuses the model or the settings.
@@ -72,7 +69,6 @@ class VLLMEngine:
         device: str,
         trust_remote_code: bool = False,
         lora_rank: int | None = None,
-        profile_dir: str | None = None,
     ):
         for name, value in ENGINES["vllm"].environment_on(device).items():
             os.environ.setdefault(name, value)
@@ -102,8 +98,6 @@ class VLLMEngine:
         self._accompanies = device == "cpu" and rollout.max_num_seqs > 1
         self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
-        self._profile_dir, self._profile_name = profile_dir, ""
-        profiler = {"profiler": "torch", "torch_profiler_dir": profile_dir}
         try:
             options = {
                 "model": model_path,
@@ -112,7 +106,6 @@ class VLLMEngine:
                 "seed": seed,
                 **device_options(rollout, device, model_path, trust_remote_code),
                 **_lora_options(lora_rank),
-                **({"profiler_config": profiler} if profile_dir else {}),
                 **rollout.engine_args,
             }
             self._llm = LLM(**options)
@@ -266,19 +259,6 @@ class VLLMEngine:
             self._llm.wake_up()
         self._asleep = False
 
-    def start_profile(self, name: str) -> None:
-        """Begin a profile of all processes of this engine (see `EngineSpec.profiles`)."""
-        self._profile_name = name
-        self._llm.start_profile(name)
-
-    def stop_profile(self, directory: str) -> None:
-        """End the profile, and write it to `directory`."""
-        assert self._profile_dir is not None
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a table
-            self._llm.stop_profile()
-        for path in glob.glob(os.path.join(glob.escape(self._profile_dir), f"{self._profile_name}_*")):
-            os.replace(path, os.path.join(directory, os.path.basename(path)))
-
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -423,3 +403,41 @@ def _options_of_model(config: ModelConfig) -> dict[str, Any]:
     if config.is_deepseek_mla or config.hf_config.model_type in _HEADS_APART:
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return options
+
+
+_VARIABLE = "VLLM_CACHE_ROOT"
+_claims: list[int] = []
+
+
+def use_own_cache() -> None:
+    """Let vLLM, which must not be imported yet, keep its compiled code in a directory of this process.
+
+    vLLM writes its list of compiled code in place. An engine that starts could read the half-written list of another
+    engine, and fail.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = claim_directory(os.environ.get(_VARIABLE) or os.path.join(caches, "vllm"))
+    if path is not None:
+        os.environ[_VARIABLE] = path
+
+
+def claim_directory(root: str) -> str | None:
+    """Return the first directory below `root` that no running process has claimed; None: it cannot be claimed.
+
+    The claim ends with this process. The directory and its files stay for the next one.
+    """
+    try:
+        for number in itertools.count():
+            path = os.path.join(root, f"engine-{number}")
+            os.makedirs(path, exist_ok=True)
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                continue
+            _claims.append(handle)
+            return path
+    except OSError:  # it cannot be written, or the file system has no locks
+        return None
+    raise AssertionError("there are more numbers")

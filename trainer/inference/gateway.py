@@ -23,10 +23,10 @@ from aiohttp import web
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.config_check import find_difference
 from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
+from trainer.generation.weight_check import find_difference
 from trainer.inference.backend import Backend
-from trainer.inference.lease import InUseError, Lease, RefusedError
+from trainer.inference.lease import Lease, RefusedError
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
@@ -44,8 +44,7 @@ class Gateway:
     Args:
         token: which every request must carry; None: none, and only this machine can ask.
         description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`;
-            `repeats`, whether its completions repeat to the last bit; `joins_exactly`, whether they are the same
-            whichever other requests run with them.
+            `repeats`, whether its completions repeat to the last bit.
         architecture: of the model (see `config_check.describe_architecture`).
     """
 
@@ -98,8 +97,6 @@ class Gateway:
             return web.json_response(error_body(protocol.REFUSED, str(error)), status=409)
         except LookupError as error:
             return web.json_response(error_body(protocol.LOST, str(error)), status=409)
-        except InUseError as error:
-            return web.json_response(error_body(protocol.BUSY, str(error)), status=503)
         except (aiohttp.ClientError, ConnectionError) as error:
             return web.json_response(error_body(protocol.BUSY, f"its engine fails: {type(error).__name__}"), status=503)
 
@@ -322,8 +319,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _job(message: Any) -> Job:
-    run, directory, name, owner = (str(message[field]) for field in ("run", "directory", "name", "owner"))
-    return Job(run, int(message["start"]), directory, name, int(message["engine"]), owner)
+    run, name, owner = (str(message[field]) for field in ("run", "name", "owner"))
+    return Job(run, int(message["start"]), name, int(message["engine"]), owner)
 
 
 def _sizes(directory: str) -> dict[str, int]:

@@ -12,10 +12,6 @@ class RefusedError(Exception):
     """The job may not use the server. The text is what the server does, without a subject."""
 
 
-class InUseError(Exception):
-    """The job has to wait for the server. The text says for what."""
-
-
 class Lease:
     """The job that uses the server.
 
@@ -39,7 +35,6 @@ class Lease:
 
         Raises:
             RefusedError: another job uses it, or a later start of the same run does.
-            InUseError: a copy of the run uses it. It may be dead, so the job may wait until the lease has ended.
             LookupError: the process or its job has left, or another process of the job has taken its place.
         """
         if self._has_left(job.owner):
@@ -59,9 +54,6 @@ class Lease:
                 raise RefusedError(
                     f"is in use by {user.name}; choose another server, or end that job and wait {left_s:.0f} s"
                 )
-        elif user.directory != job.directory:
-            if left_s > 0:
-                raise InUseError(f"is in use by {user.name}, another copy of this run, until that has ended")
         elif user.start > job.start:
             raise RefusedError(f"has been taken by a newer start of this run (start {user.start})")
         elif user.start == job.start and user.engine != job.engine:

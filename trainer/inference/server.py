@@ -16,7 +16,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.rollout import TOKEN, read_token
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
-from trainer.generation.config_check import describe_model
+from trainer.generation.weight_check import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
@@ -98,7 +98,6 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
         "repeats": repeats,
-        "joins_exactly": repeats and spec.unit == "request",
     }
     architecture = describe_model(cfg.model, path, description["max_tokens"])
     gateway = Gateway(token, time_limits.SERVER_LEASE_S, description, architecture)

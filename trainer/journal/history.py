@@ -19,13 +19,10 @@ from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.config import Config
 from trainer.episodes import Episode
-from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import digest_file
-from trainer.import_utils import digest_code, is_import_path
-from trainer.sandbox.process import run_code
+from trainer.import_utils import digest_code
 
 _TEMPLATE = "model.chat_template"
-_DIGESTS = "digests of code: "
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,7 @@ def digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def identity(
-    rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: str, interpreters: Mapping[str, str] | None = None
-) -> Identity:
+def identity(rollouts: Mapping[str, Any], updates: Mapping[str, Any], weights: str) -> Identity:
     """Return the identity of a run.
 
     The files of the functions and classes that the settings name by import path count, too, and that of the chat
@@ -60,12 +55,8 @@ def identity(
         rollouts: the settings that decide rollouts and rewards, by key.
         updates: the settings that decide the update, by key.
         weights: fingerprint of the initial weights with which the run still computes, and of the files beside them.
-        interpreters: see `interpreters_of`.
-
-    Raises:
-        UserError: an interpreter does not work.
     """
-    content = [weights, rollouts, code_in(rollouts, interpreters)]
+    content = [weights, rollouts, code_in(rollouts)]
     template = rollouts.get(_TEMPLATE)
     if template and os.path.isfile(template):  # who reads a missing one says so
         content.append(digest_file(template))
@@ -74,39 +65,9 @@ def identity(
     return Identity(of_rollouts, digest(of_rollouts, updates, code_in(updates)), by_key)
 
 
-def interpreters_of(cfg: Config) -> dict[str, str]:
-    """Return the interpreters of environments (`environment.python`), by the beginning of the environments' keys."""
-    sections = {"environment.": cfg.environment}
-    for mapping in ("mix", "val_sets"):
-        sections |= {
-            f"data.{mapping}.{name}.environment.": source.environment
-            for name, source in getattr(cfg.data, mapping).items()
-        }
-    return {begin: section.python for begin, section in sections.items() if section.name and section.python}
-
-
-def code_in(settings: Mapping[str, Any], interpreters: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the digests of the files that settings name by import path, at any depth.
-
-    Args:
-        settings: by key.
-        interpreters: see `interpreters_of`. The files of an environment are those that its interpreter finds.
-
-    Raises:
-        UserError: an interpreter does not work.
-    """
-    found: dict[str, str] = {}
-    elsewhere: dict[str, set[str]] = {}
-    for key, value in settings.items():
-        begin = next((begin for begin in interpreters or () if key.startswith(begin)), None)
-        if begin is not None:
-            elsewhere.setdefault(begin, set()).update(filter(is_import_path, _texts_in(value)))
-        else:
-            found |= {path: digest_code(path) for path in _texts_in(value)}
-    for begin, paths in elsewhere.items():
-        assert interpreters is not None
-        digests = _digests_in(interpreters[begin], sorted(paths)) if paths else {}
-        found |= {f"{path} ({begin}python)": of_path for path, of_path in digests.items()}
+def code_in(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of the files that settings name by import path, at any depth."""
+    found = {path: digest_code(path) for path in _texts_in(settings)}
     return {path: of_path for path, of_path in found.items() if of_path}
 
 
@@ -116,21 +77,6 @@ def _texts_in(settings: Any) -> Iterator[str]:
     values = settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list) else ()
     for value in values:
         yield from _texts_in(value)
-
-
-def _digests_in(python: str, paths: Sequence[str]) -> dict[str, str]:
-    """Return what `digest_code` returns in another interpreter, by import path."""
-    code = (  # packages may print something when they are imported
-        "from trainer.import_utils import digest_code\n"
-        "digests = {path: digest_code(path) for path in given}\n"
-        f"print({_DIGESTS!r} + json.dumps(digests))"
-    )
-    done = run_code(python, code, list(paths))
-    found = [line for line in done.stdout.splitlines() if line.startswith(_DIGESTS)]
-    if not found:
-        last = one_line((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
-        raise UserError(f"environment.python={python}: cannot run environments ({last})")
-    return json.loads(found[-1].removeprefix(_DIGESTS))
 
 
 def first_history(cfg: Config, model_path: str) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from trainer.checkpoint.storage import Storage
 from trainer.episodes import Episode
-from trainer.errors import one_line
+from trainer.errors import UserError, describe_error, one_line
+from trainer.journal.files import RecordFiles
 from trainer.journal.history import Identity, after, digest
-from trainer.journal.pieces import Pieces, Upkeep
 from trainer.journal.replay import Replay
 from trainer.journal.writer import Writer
+from trainer.process import time_limits
 
 LOG = logging.getLogger(__name__)
 
@@ -30,9 +32,8 @@ class Journal:
 
     Args:
         settings: digests of the config.
-        fence: raises if this process no longer holds the run directory.
-        storage: of the checkpoints, if that is no disk: records are copied there.
-        store_fence: raises if this process no longer holds the checkpoints.
+        fence: raises if this process no longer holds the run.
+        storage: of the checkpoints, if that is no disk: records are written there.
         is_on: whether records are written and used. The history is kept in any case.
         tells_lack: a start behind a step says if there are no records of the next ones.
         timer: of the step.
@@ -44,7 +45,6 @@ class Journal:
         settings: Identity,
         fence: Callable[[], None],
         storage: Storage | None = None,
-        store_fence: Callable[[], None] = lambda: None,
         is_on: bool = True,
         tells_lack: bool = False,
         timer: Callable[[str], AbstractContextManager[None]] = nullcontext,
@@ -53,19 +53,16 @@ class Journal:
         self._thread = threading.get_ident()
         self._settings = settings
         self._timer = timer
-        self._pieces = Pieces(run_dir, fence)
-        self._upkeep = Upkeep(self._pieces, storage, store_fence)
+        self._files = RecordFiles(run_dir, storage, fence)
+        self._deletions: list[threading.Thread] = []
         self._tells_lack = tells_lack
         self.is_on = is_on
         """Whether records are written and used."""
-        self._writer = Writer(self._pieces, self._upkeep.copy)
+        self._writer = Writer(self._files)
         self._replay: Replay | None = None
         self._replaying = threading.Lock()
-        self._has_started = False
         self._step = 0  # the last one that is trained
         self._has_all: dict[int, bool] = {}
-        self._left_in_store = False
-        """Whether the store has records of the next steps for which the disk has no room."""
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -87,29 +84,14 @@ class Journal:
         self._history, self._step = history, step
         self._has_all.clear()
         self._end_replay()
+        self._writer.wait()
         if not self.is_on:
             # The run trains and logs these steps in another way now. A comparison with its log must not use them.
-            self._upkeep.remove_after(step)
+            self._files.delete(lambda of: of > step)
             return
-        self._writer.wait()
-        if not self._has_started:  # later, another thread may be writing
-            self._pieces.remove_interrupted()
-            self._has_started = True
         self._writer.retry(is_start=True)
-
-        def is_ahead(of: int) -> bool:
-            return of > step or step == 0  # the initial weights are evaluated as step 0
-
-        self._left_in_store = False
-        try:
-            self._upkeep.fetch(step, is_ahead)
-        except OSError as error:
-            self._left_in_store = True
-            self._writer.free_space(one_line(str(error)))
-        here = self._pieces.names()
-        self._pieces.continue_after(here)
-        names = {name: of for name, of in here.items() if is_ahead(of)}
-        self._replay = Replay(self._pieces, self._settings.rollouts, names) if names else None
+        names = self._files.open(lambda of: of > step or step == 0)  # the initial weights are evaluated as step 0
+        self._replay = Replay(self._files, names) if names else None
         if step and not names and self._tells_lack:
             LOG.info("rollout.journal: there are no records of the steps after %d", step)
 
@@ -117,16 +99,12 @@ class Journal:
         """Note the episodes that the next step has trained on: the weights have another history now."""
         self._check_thread()
         self._history = after(self.history, episodes, self._settings)
-        if self._left_in_store:  # the run logs these steps in another way now (see `start`)
-            self._upkeep.remove_after(self._step)
-            self._left_in_store = False
         self._step += 1
         self._writer.retry()
         with self._replaying:
             self._has_all = {step: has_all for step, has_all in self._has_all.items() if step >= self._step}
             if self._replay is None:
                 return
-            self._replay.note_history(self._history)
             self._replay.end_before(self._step)  # its evaluation is still to come
             is_over = self._replay.is_over
         if is_over:
@@ -134,31 +112,52 @@ class Journal:
 
     def remove_until(self, oldest: Callable[[], int]) -> None:
         """Begin to delete the records of the steps up to `oldest()`, which is called on another thread."""
+
+        def remove() -> None:
+            try:
+                if (last := oldest()) > 0:
+                    self._files.delete(lambda step: step <= last)
+            except Exception as error:  # it costs space alone, and the next commit tries again
+                known = isinstance(error, (OSError, UserError))
+                LOG.warning(
+                    "rollout.journal: old records are not deleted (%s); training continues",
+                    one_line(str(error)) if known else describe_error(error),
+                )
+
         if self.is_on:
-            self._upkeep.remove_until(oldest)
+            thread = threading.Thread(target=remove, name="journal-deletions", daemon=True)
+            self._deletions = [one for one in self._deletions if one.is_alive()] + [thread]
+            thread.start()
 
     def remove_after(self, step: int) -> None:
-        """Delete the records of the steps after `step`: the run goes back, and generates them again."""
+        """Delete the records of the steps after `step`: the run goes back, and generates them again.
+
+        Raises:
+            OSError: they cannot be deleted.
+        """
         self._check_thread()
         self._end_replay()
         self._writer.wait()
-        self._upkeep.remove_after(step)
+        self._files.delete(lambda of: of > step)
 
     def free_space(self) -> None:
         """Stop, and delete all records: a checkpoint had no space on the disk. Any thread may call this."""
-        if self.is_on:
+        if self.is_on and self._files.is_on_disk:
             self._writer.free_space("a checkpoint has found the disk full")
 
     def settled(self, timeout_s: float) -> bool:
-        """Wait until all deletions and copies that have begun are done; return whether they are."""
-        return self._upkeep.wait(timeout_s)
+        """Wait until all deletions that have begun are done; return whether they are."""
+        end = time.monotonic() + timeout_s
+        for thread in self._deletions:
+            thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._deletions)
 
     def close(self) -> None:
         """Write what is left, and end the threads."""
         self._check_thread()
         self._end_replay()
         self._writer.close()
-        self._upkeep.close()
+        self.settled(time_limits.JOURNAL_CLOSE_S)
 
     # ---------------------------------------------------------------------------------------------------
     # Groups
@@ -173,18 +172,12 @@ class Journal:
         """
         return digest(self._of(history), self._settings.rollouts, step, *decides)
 
-    def find(self, step: int, keys: Sequence[str], history: str | None = None) -> dict[str, list[Episode]]:
+    def find(self, step: int, keys: Sequence[str]) -> dict[str, list[Episode]]:
         """Return the groups of a step that have a record, by key. Steps ahead may be asked for in any order."""
-        history = self._of(history)
         with self._replaying:
-            found = {} if self._replay is None else self._replay.find(step, history, keys)
+            found = {} if self._replay is None else self._replay.find(step, keys)
             self._has_all[step] = self._has_all.get(step, True) and len(found) == len({*keys})
         return found
-
-    def has_records(self, step: int) -> bool:
-        """Return whether there are records of a step. It may still be that none of them can be used."""
-        with self._replaying:
-            return self._replay is not None and self._replay.has_records(step)
 
     def note_held(self, step: int, groups: int) -> None:
         """Note that a checkpoint has all groups that a step trains on. They are those of before a resume."""
@@ -282,3 +275,4 @@ class Journal:
             replay, self._replay = self._replay, None
         if replay is not None:
             replay.report()
+            self._files.forget()

@@ -7,17 +7,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.checkpoint.storage import Age
 from trainer.data.records import decode_groups, key_of_group, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
-from trainer.journal.pieces import EFFECT_OF_DAMAGE, Pieces
+from trainer.journal.files import RecordFiles
 
 LOG = logging.getLogger(__name__)
 
 _DAMAGED = "damaged files"
-_OTHER_CONFIG, _OTHER_HISTORY = "of another config or other code", "of another history"
-_OTHER_PROMPTS = "of other prompts or samplings"
+_OTHERS = "of another config, code, history or prompt"
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,8 @@ class _Record:
 
     name: str
     about: Mapping[str, str]
-    age: Age
+    order: int
+    """Newer files have a higher one."""
 
     @property
     def sampled_by(self) -> tuple[int, str] | None:
@@ -38,7 +37,6 @@ class _Record:
 class _Step:
     records: dict[str, list[_Record]]
     """By key. The newest is the last one."""
-    histories: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
 
 
@@ -46,13 +44,12 @@ class Replay:
     """The records that are there at a start. Only keys are held in memory: groups are read when they are taken.
 
     Args:
-        config: digest of the settings that decide rollouts and rewards.
-        names: the steps of the files, by name.
+        names: the steps of the files, by name. The oldest file comes first.
     """
 
-    def __init__(self, pieces: Pieces, config: str, names: Mapping[str, int]):
-        self._pieces = pieces
-        self._config = config
+    def __init__(self, files: RecordFiles, names: Mapping[str, int]):
+        self._files = files
+        self._order = {name: number for number, name in enumerate(names)}
         self._names: dict[int, list[str]] = {}  # of the files whose keys are not read yet
         for name, step in names.items():
             self._names.setdefault(step, []).append(name)
@@ -60,12 +57,11 @@ class Replay:
         self._open: dict[int, _Step] = {}
         self._unusable: set[str] = set()  # files
         self._held: set[int] = set()  # steps whose episodes are in the checkpoint
-        self._histories: set[str] = set()  # that the run has had since
         self._counts: Counter[str] = Counter()
         self.is_over = False
         """The run is behind the last step that has records."""
 
-    def find(self, step: int, history: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
+    def find(self, step: int, keys: Sequence[str]) -> dict[str, list[Episode]]:
         """Return the episodes of a step that have a record, by key.
 
         Args:
@@ -74,7 +70,6 @@ class Replay:
         if step > self._last:
             return {}
         opened = self._opened(step)
-        opened.histories.add(history)
         found: dict[str, list[Episode]] = {}
         records = {key: list(opened.records.get(key, ())) for key in keys}
         while missing := [key for key in records if key not in found and records[key]]:
@@ -97,14 +92,6 @@ class Replay:
             self._held.add(step)
             self._counts["held"] += groups
 
-    def note_history(self, history: str) -> None:
-        """Note that the run has weights of this history, so what they sampled is of no other one."""
-        self._histories.add(history)
-
-    def has_records(self, step: int) -> bool:
-        """Return whether there are records of a step."""
-        return step in self._open or step in self._names
-
     def candidates(self, key: str) -> list[tuple[int, str]]:
         """Return the records of a group that was sampled in flight: versions, with their histories.
 
@@ -113,7 +100,7 @@ class Replay:
         for step in list(self._names):
             self._opened(step)
         records = [record for opened in self._open.values() for record in opened.records.get(key, ())]
-        newest_first = sorted(records, key=lambda record: record.age, reverse=True)
+        newest_first = sorted(records, key=lambda record: record.order, reverse=True)
         return list(dict.fromkeys(record.sampled_by for record in newest_first if record.sampled_by is not None))
 
     def oldest_version(self) -> int | None:
@@ -124,7 +111,7 @@ class Replay:
     def take(self, key: str, version: int, history: str) -> list[Episode] | None:
         """Return a group that was sampled in flight. None: its record is damaged, or is needed no more."""
         records = [record for opened in self._open.values() for record in opened.records.get(key, ())]
-        for record in sorted(records, key=lambda record: record.age, reverse=True):
+        for record in sorted(records, key=lambda record: record.order, reverse=True):
             if record.sampled_by == (version, history) and (found := self._read(record.name, [key])):
                 return found[key]
         return None
@@ -147,11 +134,7 @@ class Replay:
         for number, step in self._open.items():
             self._end_step(number, step)
         counts = self._counts
-        reasons = [
-            f"{counts[name]} {name}"
-            for name in (_DAMAGED, _OTHER_CONFIG, _OTHER_HISTORY, _OTHER_PROMPTS)
-            if counts[name]
-        ]
+        reasons = [f"{counts[name]} {name}" for name in (_DAMAGED, _OTHERS) if counts[name]]
         others = {"in part": "%d in part", "held": "%d were in the checkpoint"}
         LOG.info(
             "rollout.journal: of steps %d to %d, %d groups came from the journal%s and %d were generated%s",
@@ -166,9 +149,9 @@ class Replay:
     def _opened(self, step: int) -> _Step:
         if step not in self._open:
             opened = self._open[step] = _Step({})
-            for age, name in sorted((self._pieces.age(name), name) for name in self._names.pop(step, [])):
+            for name in self._names.pop(step, []):
                 try:
-                    keys, about = keys_in(self._pieces.read(name))  # a damaged index may lack keys
+                    keys, about = keys_in(self._files.read(name))  # a damaged index may lack keys
                     if "version" in about and not ("history" in about and about["version"].isdecimal()):
                         raise ValueError("its metadata is damaged")
                 except FileNotFoundError:  # deleted since, by a commit
@@ -177,7 +160,7 @@ class Replay:
                     self._note_damage(name, error)
                     continue
                 for key in keys:
-                    opened.records.setdefault(key, []).append(_Record(name, about, age))
+                    opened.records.setdefault(key, []).append(_Record(name, about, self._order[name]))
         return self._open[step]
 
     def _read(self, name: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
@@ -185,7 +168,7 @@ class Replay:
         if name in self._unusable:
             return {}
         try:
-            return decode_groups(self._pieces.read(name), keys)[0]
+            return decode_groups(self._files.read(name), keys)[0]
         except FileNotFoundError:
             self._unusable.add(name)
         except (OSError, ValueError) as error:
@@ -194,27 +177,15 @@ class Replay:
 
     def _note_damage(self, name: str, error: Exception) -> None:
         LOG.warning(
-            "rollout.journal: %s in %s is damaged (%s); %s",
+            "rollout.journal: %s in %s is damaged (%s); its groups are generated again",
             name,
-            self._pieces.directory,
+            self._files.directory,
             one_line(str(error)),
-            EFFECT_OF_DAMAGE,
         )
         self._counts[_DAMAGED] += 1
         self._unusable.add(name)
 
     def _end_step(self, number: int, step: _Step) -> None:
-        unused: dict[str, str] = {}  # why, by group
-        for key in () if number in self._held else step.records.keys() - step.used:
-            records = [record for record in step.records[key] if record.name not in self._unusable]
-            if not records:
-                continue
-            about = records[-1].about
-            if about.get("config") != self._config:
-                reason = _OTHER_CONFIG
-            elif about.get("history") not in step.histories | self._histories:
-                reason = _OTHER_HISTORY
-            else:
-                reason = _OTHER_PROMPTS
-            unused[key_of_group(key)] = reason
-        self._counts.update(unused.values())
+        unused = () if number in self._held else step.records.keys() - step.used
+        usable = [key for key in unused if any(one.name not in self._unusable for one in step.records[key])]
+        self._counts[_OTHERS] += len({key_of_group(key) for key in usable})

@@ -7,22 +7,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.data.records import encode_groups
 from trainer.episodes import Episode
 from trainer.errors import UserError, describe_error, one_line
-from trainer.journal.pieces import Pieces, is_full
+from trainer.journal.files import RecordFiles, is_full
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
-_MOST_DOUBLINGS = 4
 _SHARE = 0.01
 """Of the time since a step got its first record: so much may go by before the next file. Episodes that take half an
-hour would else give thousands of files, and each is a request to an object store."""
+hour would else give thousands of files."""
 
 
 @dataclass
@@ -40,22 +39,17 @@ class Writer:
 
     If they cannot be written, it stops, and training continues. It tries again at a later step (`retry`): not as long
     as a write hangs, and not after the disk was full, because then checkpoints need the room more.
-
-    Args:
-        written: called with the name of each file.
     """
 
-    def __init__(self, pieces: Pieces, written: Callable[[str], None]):
-        self._pieces = pieces
-        self._written = written
+    def __init__(self, files: RecordFiles):
+        self._files = files
         self._condition = threading.Condition()
         self._queue: list[_Batch] = []
         self._added = 0  # batches that were ever queued
-        self._written_batches = 0
+        self._written = 0
         self._is_urgent = False
         self._begun: dict[int, float] = {}  # when each step got its first record since the last flush
         self._is_stopped = False
-        self._failures = 0  # in a row
         self._is_told = False  # that nothing is recorded
         self._retry_at = -math.inf
         self._is_closed = False
@@ -75,15 +69,11 @@ class Writer:
             waiting = [one for one in self._queue if (one.step, one.about) == (step, about)]
             if waiting:
                 waiting[-1].groups.update(groups)
-                self._begin()
             else:
-                self._append(_Batch(step, about, dict(groups)))
-
-    def _append(self, batch: _Batch) -> None:
-        self._begun.setdefault(batch.step, time.monotonic())
-        self._queue.append(batch)
-        self._added += 1
-        self._begin()
+                self._begun.setdefault(step, time.monotonic())
+                self._queue.append(_Batch(step, about, dict(groups)))
+                self._added += 1
+            self._begin()
 
     def flush(self) -> None:
         """Let the thread write without waiting for more groups."""
@@ -101,7 +91,7 @@ class Writer:
         with self._condition:
             self._is_told = self._is_told and not is_start
             is_due = is_start or time.monotonic() >= self._retry_at
-            if self._is_stopped and self._lost is None and self._written_batches == self._added and is_due:
+            if self._is_stopped and self._lost is None and self._written == self._added and is_due:
                 self._is_stopped = False
 
     def free_space(self, reason: str) -> None:
@@ -116,7 +106,7 @@ class Writer:
     def is_idle(self) -> bool:
         """Return whether nothing is to be written, and no error is to be raised."""
         with self._condition:
-            return self._written_batches == self._added and self._lost is None
+            return self._written == self._added and self._lost is None
 
     def wait(self) -> None:
         """Wait until all groups that have been added are durable, or the journal has stopped.
@@ -128,12 +118,12 @@ class Writer:
         """
         with self._condition:
             wanted = self._added
-            while (written := self._written_batches) < wanted and not self._is_stopped:
+            while (written := self._written) < wanted and not self._is_stopped:
                 self.flush()
                 if not self._condition.wait_for(
-                    lambda: self._written_batches > written or self._is_stopped, time_limits.JOURNAL_WAIT_S
+                    lambda: self._written > written or self._is_stopped, time_limits.JOURNAL_WAIT_S
                 ):
-                    self._stop(f"{self._pieces.directory}: nothing was written in {time_limits.JOURNAL_WAIT_S:g} s")
+                    self._stop(f"{self._files.directory}: nothing was written in {time_limits.JOURNAL_WAIT_S:g} s")
             if self._lost is not None:
                 raise self._lost
 
@@ -166,7 +156,7 @@ class Writer:
             for batch in batches:
                 self._write(batch)
                 with self._condition:
-                    self._written_batches += 1
+                    self._written += 1
                     self._condition.notify_all()
 
     def _delay_s(self) -> float:
@@ -180,22 +170,24 @@ class Writer:
             return
         try:
             with TRACER.span("write rollouts", "journal", groups=len(batch.groups)):
-                self._written(self._pieces.write(batch.step, encode_groups(batch.step, batch.groups, batch.about)))
+                self._files.write(batch.step, encode_groups(batch.step, batch.groups, batch.about))
+        except OSError as error:  # also of a store, whose errors are for users, too
+            with self._condition:
+                self._stop(one_line(str(error)), is_full(error))
+            if is_full(error):  # checkpoints need the room more
+                self._delete_all()
         except UserError as error:  # another job has taken the run
             with self._condition:
                 self._lost, self._is_stopped = error, True
         except Exception as error:  # a step must not train on groups that it takes for recorded
-            known = isinstance(error, (OSError, ValueError))
             with self._condition:
-                self._stop(one_line(str(error)) if known else describe_error(error), is_full(error))
-            if is_full(error):  # checkpoints need the room more
-                self._delete_all()
+                self._stop(describe_error(error))
         else:
             if self._is_given_up:  # by another thread, during the write
                 self._delete_all()
             with self._condition:
-                if self._failures and not self._is_stopped:
-                    self._failures, self._is_told = 0, False
+                if self._is_told and not self._is_stopped:
+                    self._is_told = False
                     LOG.info("rollout.journal: rollouts are recorded again, from step %d on", batch.step)
 
     @property
@@ -205,15 +197,12 @@ class Writer:
 
     def _delete_all(self) -> None:
         with contextlib.suppress(OSError, UserError):
-            self._pieces.delete(list(self._pieces.names()))
+            self._files.delete(lambda step: True)
 
     def _stop(self, reason: str, disk_is_full: bool = False) -> None:
         if not self._is_stopped:  # else by a wait that has ended
-            self._is_stopped, self._written_batches = True, self._written_batches + len(self._queue)
-            self._queue = []
-            delay_s = time_limits.JOURNAL_RETRY_S * 2 ** min(self._failures, _MOST_DOUBLINGS)
-            self._retry_at = time.monotonic() + delay_s
-            self._failures += 1
+            self._is_stopped, self._written, self._queue = True, self._written + len(self._queue), []
+            self._retry_at = time.monotonic() + time_limits.JOURNAL_RETRY_S
         if disk_is_full:
             self._retry_at = math.inf
         if self._is_told and not disk_is_full:

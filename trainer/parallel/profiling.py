@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import threading
 from typing import Any
 
 import torch
@@ -31,15 +30,12 @@ class TorchProfiler:
 
     Args:
         device: `cuda` or `cpu`.
-        in_background: a thread writes the files, so that `stop` returns at once.
     """
 
-    def __init__(self, device: str, in_background: bool = False):
+    def __init__(self, device: str):
         self._device = device
-        self._in_background = in_background
         self._profile: profile | None = None
         self._path = ""
-        self._writing: threading.Thread | None = None
 
     def start(self, directory: str, name: str) -> None:
         """Begin a profile, which `stop` writes to `{directory}/{name}.json.gz`.
@@ -48,7 +44,6 @@ class TorchProfiler:
         be no profile, a warning says why.
         """
         assert self._profile is None, "stop the profile before starting another"
-        self.wait()  # torch has one profile at a time
         self._path = os.path.join(directory, name)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device == "cuda" else [])]
         try:
@@ -73,18 +68,9 @@ class TorchProfiler:
         except (OSError, RuntimeError) as error:
             warn_not_written(self._path, error)
         else:
-            self._writing = threading.Thread(target=_write, args=(running, memory, self._path), name="profile")
-            self._writing.start()
-            if not self._in_background:
-                self.wait()
+            _write(running, memory, self._path)
         if self._device == "cuda":
             _record(enabled=None)
-
-    def wait(self) -> None:
-        """Wait until the files are written."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
 
 
 def _write(ended: profile, memory: Any, path: str) -> None:

@@ -57,13 +57,11 @@ UPLOAD_END_S = 600.0  # longest wait at the end of the run for the upload of the
 SAVE_END_S = 60.0  # longest wait, after a failure, for the save under way. It completes if its ranks live
 JOURNAL_FLUSH_S = 0.5
 """Between two looks for finished rollouts. What is found within this time is written together, unless a step waits."""
-JOURNAL_CLOSE_S = 5.0  # longest wait at the end for copies of rollouts that are under way
+JOURNAL_CLOSE_S = 5.0  # longest wait at the end for deletions of records that are under way
 JOURNAL_WAIT_S = 60.0
-"""Longest wait for one more file of finished rollouts on the disk. After that they are not recorded until a later try.
-Also the longest wait for copies that are under way when the run goes back."""
+"""Longest wait for one more file of finished rollouts. After that they are not recorded until a later try."""
 JOURNAL_RETRY_S = 60.0
-"""From the time rollouts cannot be recorded until the next try, at least. Each further failure doubles it, up to 16
-times."""
+"""From the time rollouts cannot be recorded until the next try, at least."""
 STORAGE_RETRY_S = 60.0  # no further attempt of a request to an object store begins after this time
 STORAGE_LONGEST_BACKOFF_S = 10.0  # longest wait between two attempts of such a request
 LOCK_RELEASE_S = 10.0  # longest wait at the end until the storage has taken the release of a lock
@@ -84,13 +82,9 @@ SERVER_LEASE_S = 60.0  # time without a sign of life of a job after which anothe
 SERVER_HANG_S = 120.0  # time without progress after which the engine of an inference server is ended and started again
 SERVER_CONNECT_S = 10.0  # longest wait for a connection to an inference server
 SERVER_SILENCE_S = 30.0  # longest time without a sign of life from an inference server that has a request
-SERVER_ANSWER_S = 2.0
-"""Longest wait, after a signal, for an answer of an inference server. One that does not answer twice is lost."""
 SERVER_RETRY_S = 0.5  # between two attempts to reach an inference server
 SERVER_WARNING_S = 5.0  # a wait for an inference server that takes this long is logged
 SERVER_POLL_S = 2.0  # between two looks of an inference server at its engine
-LEAVE_S = 3.0
-"""For inference servers to take leave of a job that ends early. Otherwise they wait for the end of its lease."""
 SERVER_START_S = 1800.0
 """Time within which the engine of an inference server must have loaded its model, or new weights."""
 SERVER_STOP_S = 10.0  # longest wait until the processes of an engine have ended by themselves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -10,7 +11,6 @@ from decimal import Decimal
 from typing import Any
 
 from trainer.import_utils import import_function
-from trainer.rewards.latex_grammar import use_newest_grammar
 
 Reward = Callable[..., float]
 
@@ -155,3 +155,34 @@ def resolve(name: str) -> Callable[..., Any]:
     if name in REWARDS:
         return REWARDS[name]
     return import_function(name, "reward.name", known=[*REWARDS, REMOTE])
+
+
+def use_newest_grammar() -> None:
+    """Let latex2sympy2-extended, and so math-verify, read LaTeX with its parser for ANTLR 4.13.2 in this process."""
+    reader: Any = importlib.import_module("latex2sympy2_extended.latex2sympy2")
+    if "antlr4_9_3" not in reader.PSParser.__module__:
+        return
+    import antlr4
+    from antlr4.atn import ATNDeserializer as tables
+
+    class Deserializer(tables.ATNDeserializer):
+        """Reads tables of format 4: plain numbers, no UUID, one list of sets. 4.9.3 writes format 3."""
+
+        def reset(self, data: list[int]) -> None:
+            self.data, self.pos = data, 0
+
+        def checkVersion(self) -> None:  # noqa: N802 - as ANTLR calls it
+            assert self.readInt() == 4, "the tables of the grammar have an unknown format"
+
+        def checkUUID(self) -> None:  # noqa: N802
+            self.uuid = tables.BASE_SERIALIZED_UUID
+
+    own, antlr4.ATNDeserializer = antlr4.ATNDeserializer, Deserializer
+    try:
+        names = ("PSParser", "PSLexer")
+        made = [getattr(importlib.import_module(f"latex2sympy2_extended.gen.antlr4_13_2.{one}"), one) for one in names]
+    finally:
+        antlr4.ATNDeserializer = own
+    for one in made:
+        one.checkVersion = lambda self, version: None  # it would print that the versions differ
+        setattr(reader, one.__name__, one)

@@ -7,11 +7,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import RewardConfig
-from trainer.errors import TrialError, UserError, remedy_of
-from trainer.rewards.cache import Result
-from trainer.rewards.scores import aggregate
+from trainer.errors import TrialError, remedy_of
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import Call, RewardFunction, RewardInput
+from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, aggregate
 
 LOG = logging.getLogger(__name__)
 
@@ -32,27 +30,17 @@ def try_rewards(
 
     Raises:
         TrialError: a reward fails for all of them.
-        UserError: a reward takes the answer of a group for a list.
     """
     pool = RewardPool(dataclasses.replace(config, num_processes=1))
     n = n if any(function.signature.grouped for function in pool.functions) else 1
     inputs = [item for item in inputs for _ in range(n)]
     with pool:
-        results = _results(pool, inputs, n, meanwhile)
+        meanwhile()
+        results = pool.results(inputs, n)
         _check_failures(config, results, len(inputs), n)
-        useless = [function for function, calls in results.items() if _is_useless(function, calls)]
-        if any("answer" in function.signature.names and function.signature.grouped for function in useless):
-            # As TRL calls its rewards.
-            listed = [dataclasses.replace(item, answer=[item.answer] * n) for item in inputs]  # type: ignore[arg-type]
-            for function, calls in _results(pool, listed, n).items():
-                if function in useless and function.signature.grouped and any(v > 0 for v in _values(calls)):
-                    raise UserError(
-                        f"reward.name={function.name}: the function takes `answer` for a list with one answer for "
-                        "each completion, and all its rewards would be wrong; here it is the text of the one answer "
-                        "of the group: compare each completion with that (docs/rewards.md)"
-                    )
+    useless = [function for function, calls in results.items() if _is_useless(function, calls)]
     scores, threshold = aggregate(results, len(inputs)), config.success_threshold
-    if not scores.failures.count and (least := min(scores.rewards)) > threshold + 1e-6 * abs(threshold):
+    if not any(scores.reasons) and (least := min(scores.rewards)) > threshold + 1e-6 * abs(threshold):
         LOG.warning(
             "reward.success_threshold=%g: each of the first %d reference answers gets %g or more, so val/accuracy "
             "counts worse answers as right, too; set it to what a right answer gets",
@@ -70,29 +58,20 @@ def try_rewards(
         )
 
 
-def _results(
-    pool: RewardPool, inputs: Sequence[RewardInput], n: int, meanwhile: Callable[[], None] = lambda: None
-) -> dict[RewardFunction, dict[Call, Result]]:
-    with pool.scoring(n) as session:
-        session.add(0, inputs)
-        meanwhile()
-        return session.results()
-
-
 def _check_failures(
     config: RewardConfig, results: Mapping[RewardFunction, Mapping[Call, Result]], total: int, n: int
 ) -> None:
     for some in [*({function: calls} for function, calls in results.items()), results]:
-        failures = aggregate(some, total).failures
-        if failures.count < total:
+        reasons = aggregate(some, total).reasons
+        if not all(reasons):
             continue
         key = f"reward.name={next(iter(some)).name}" if len(some) == 1 else config.key()
         tried = f"{key}: fails for the first {total // n} rows of the data with their reference answers as "
-        if failures.first.startswith("took longer than ") or config.max_error_rate == 1:
-            LOG.warning("%scompletions: %s", tried, failures.first)
+        if reasons[0].startswith("took longer than ") or config.max_error_rate == 1:
+            LOG.warning("%scompletions: %s", tried, reasons[0])
         else:
-            remedy = remedy_of(failures.first, "a reward gives a number for every completion, 0 for a bad one")
-            raise TrialError(f"{tried}completions ({failures.first}); {remedy}")
+            remedy = remedy_of(reasons[0], "a reward gives a number for every completion, 0 for a bad one")
+            raise TrialError(f"{tried}completions ({reasons[0]}); {remedy}")
 
 
 def _is_useless(function: RewardFunction, calls: Mapping[Call, Result]) -> bool:

@@ -12,8 +12,7 @@ import numpy as np
 
 from trainer.episodes import Sample
 from trainer.rewards.parsing import Terms
-from trainer.rewards.scores import Scores
-from trainer.rewards.terms import RewardInput
+from trainer.rewards.terms import RewardInput, Scores
 
 OnRanks = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a function that computes on the ranks, when they are free; returns its result."""

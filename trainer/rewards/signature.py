@@ -12,15 +12,6 @@ from trainer.errors import UserError
 NAMES = ("completion", "completions", "answer", "prompt", "messages", "row", "status")
 """The parameters that a reward function can have (docs/rewards.md says what each holds)."""
 _VALID = f"valid are {', '.join(NAMES)}; give others a default"
-_OTHER_NAMES = {
-    "prompts": "prompt",
-    "solution_str": "completion",
-    "response": "completion",
-    "text": "completion",
-    "ground_truth": "answer",
-    "solution": "answer",
-}
-"""Names that TRL, verl and others use for our reward arguments."""
 _OF_ONE = tuple(name for name in NAMES if name != "completions")
 """What a function with `**options` gets."""
 
@@ -77,10 +68,9 @@ def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     first_two = [p.name for p in slots[:2]]
     positional = bool(unknown) and _are_completion_and_answer(first_two, known) and set(unknown) <= set(first_two)
     if unknown and not positional:
-        instead = ", ".join(_OTHER_NAMES.get(name, f'row["{name}"]') + f" for {name}" for name in unknown)
         raise UserError(
-            f"{key}: the function asks for {', '.join(unknown)}, which no reward gets; {_VALID}. If it was written for "
-            f"TRL or verl, or wants a column of the data, take {instead} (docs/rewards.md)"
+            f"{key}: the function asks for {', '.join(unknown)}, which no reward gets; {_VALID}. A column of the data "
+            "is in row; docs/rewards.md has the names of TRL and verl"
         )
     if "completions" in known and (positional or "completion" in known):
         raise UserError(f"{key}: the function asks for completions, the whole group, and for one completion; keep one")

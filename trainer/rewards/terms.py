@@ -10,9 +10,10 @@ from typing import Any
 from trainer.config import RewardConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
-from trainer.rewards.cache import key_of
 from trainer.rewards.functions import REMOTE, resolve
+from trainer.rewards.parsing import Terms
 from trainer.rewards.signature import RewardSignature, signature_of
+from trainer.sandbox import limits
 
 COMPLETIONS_PER_REQUEST = 16
 """Most completions in a request to `reward.url`."""
@@ -40,8 +41,6 @@ class Call:
     """The completions, by their index in the list."""
     given: dict[str, Any]
     """What the reward gets, by name."""
-    key: str | None
-    """Its key in the cache; None: its result is not cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,26 +53,18 @@ class RewardFunction:
     """Its name in metrics."""
     weight: float
     signature: RewardSignature
-    cached_as: str | None
-    """Its name in the keys of the cache; None: its results are not cached."""
     limit_s: float
     """Longest time for one call."""
     batch: int = 1
     """Calls that a process makes as one batch."""
 
-    def calls(self, inputs: Sequence[RewardInput], n: int, first: int = 0) -> list[Call]:
-        """Return the calls that score `inputs`, of which `n` after one another are a group.
-
-        Args:
-            first: index of the first one.
-        """
+    def calls(self, inputs: Sequence[RewardInput], n: int) -> list[Call]:
+        """Return the calls that score `inputs`, of which `n` after one another are a group."""
         size = n if self.signature.grouped else 1
-        calls = []
-        for start in range(0, len(inputs), size):
-            indices = tuple(range(first + start, first + start + size))
-            given = self._given(inputs[start : start + size])
-            calls.append(Call(indices, given, key_of(self.cached_as, given) if self.cached_as else None))
-        return calls
+        return [
+            Call(tuple(range(start, start + size)), self._given(inputs[start : start + size]))
+            for start in range(0, len(inputs), size)
+        ]
 
     def _given(self, inputs: Sequence[RewardInput]) -> dict[str, Any]:
         first, names = inputs[0], self.signature.wanted
@@ -114,9 +105,9 @@ def _reward_function(config: RewardConfig, name: str, label: str, weight: float)
                 "the value of the header Authorization"
             )
         signature, limit_s = RemoteReward.signature, config.timeout_s
-        return RewardFunction(name, label, weight, signature, config.url, limit_s, COMPLETIONS_PER_REQUEST)
+        return RewardFunction(name, label, weight, signature, limit_s, COMPLETIONS_PER_REQUEST)
     signature = signature_of(resolve(name), f"reward.name={name}")
-    return RewardFunction(name, label, weight, signature, None, config.timeout_s)
+    return RewardFunction(name, label, weight, signature, config.timeout_s)
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -125,3 +116,55 @@ def _labels(names: Sequence[str]) -> list[str]:
     return [
         label if short.count(label) == 1 else name.replace(":", ".") for label, name in zip(short, names, strict=True)
     ]
+
+
+Result = list[Terms | str]
+"""For each completion of a call: the terms of its reward, or the reason why it has none."""
+
+
+@dataclass
+class Scores:
+    """The rewards of completions, in their order."""
+
+    rewards: list[float]
+    """Where a reward failed: 0, or the sum of the terms that did not fail."""
+    terms: list[Terms]
+    """The terms of each reward, before they are weighed."""
+    reasons: list[str]
+    """Why each reward failed; empty for one that did not."""
+
+    def each(self) -> list[tuple[float, Terms, str]]:
+        """Return reward, terms and reason of each completion."""
+        return list(zip(self.rewards, self.terms, self.reasons, strict=True))
+
+
+def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
+    """Return the weighted sums of all rewards for `total` completions.
+
+    A term of the name that another reward has given already is a failure.
+    """
+    rewards, terms, reasons = [0.0] * total, [Terms() for _ in range(total)], [""] * total
+    for function, group in results.items():
+        for call, result in group.items():
+            for index, value in zip(call.indices, result, strict=True):
+                named = _named(function, value, terms[index])
+                if isinstance(named, str):
+                    prefix = f"{function.label}: " if len(results) > 1 else ""
+                    reasons[index] = reasons[index] or prefix + named
+                else:
+                    terms[index] |= named
+                    rewards[index] += function.weight * sum(named.values())
+    for index, reward in enumerate(rewards):
+        if not abs(reward) <= limits.LARGEST_REWARD:  # infinite weights make it NaN
+            reasons[index] = reasons[index] or f"is {reward:g}, beyond {limits.LARGEST_REWARD:g}"
+            rewards[index] = 0.0
+    return Scores(rewards, terms, reasons)
+
+
+def _named(function: RewardFunction, value: Terms | str, others: Terms) -> Terms | str:
+    """Return the terms by their names in metrics, or the reason why there are none."""
+    if isinstance(value, str):
+        return value
+    named = {name or function.label: number for name, number in value.items()}
+    double = next((name for name in named if name in others), None)
+    return named if double is None else f"returned a term {double}, as another reward does"

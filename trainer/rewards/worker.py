@@ -44,8 +44,6 @@ class RewardHandler(Handler):
         remote: arguments of `RemoteReward`.
     """
 
-    restores_process = True
-
     def __init__(self, names: list[str], timeout_s: float, remote: dict[str, Any]):
         self._rewards = [_load(name, timeout_s, remote) for name in names]
 

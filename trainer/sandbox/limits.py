@@ -5,14 +5,8 @@ from __future__ import annotations
 # Calls and their processes
 MAX_ATTEMPTS = 2
 """A call that ends its process is tried again once: something else may have killed the process."""
-FAILED_TIME_LIMITS = 30
-"""In one round, failed calls may take this many times the time limit of a call, of each process."""
-PLAIN_BATCH = 64
-"""Calls of plain functions that a process gets in one message."""
-ASYNC_ROUNDS = 4
-"""Times `concurrency` of `async` calls in one message: a process need not wait for the slowest call of each round."""
-SENT_AHEAD, SMALL_MESSAGE = 8, 4096
-"""Messages, and the bytes of each, that a process gets before it has begun the last one. They fit in its pipe."""
+MAX_TIMEOUTS = 30
+"""After this many calls of a round that have taken too long, for each process, the others are not tried."""
 MAX_ASYNC_SESSIONS = 256
 """Sessions of one process whose `async` calls may be under way at the same time."""
 CANCEL_S = 5.0
@@ -24,11 +18,8 @@ START_S = 600.0
 MAX_FAILED_STARTS = 3
 """This many processes in a row may die before they are ready; then the run fails."""
 
-# What a call may leave behind
-GRACE_PERIOD_S = 0.5
-"""Longest time that processes which user code has started may run after the call."""
 THREADS_LEFT = 32
-"""A worker is replaced if it has this many threads more than after its imports."""
+"""A worker is replaced if so many calls whose time was over still run in threads."""
 
 # The end of a process
 STOP_S = 10.0

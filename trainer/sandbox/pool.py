@@ -1,22 +1,22 @@
-"""The pool of processes for user code: rewards, judges, environments and tools.
+"""The pool of processes for user code: rewards, environments and agents.
 
-A pool does tasks. A task is one call, which any process can make, or a session of calls, which one process must make.
-A process that hangs or dies is replaced, and its tasks are repeated, except the one that is to blame.
+A process makes the calls that it is sent, several `async` ones at a time. A process that hangs or dies is replaced. If
+it made one call, that call is to blame, and has failed. If it made several, each is lost, and whoever has asked makes
+it again, alone in a process: that shows which one it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing.connection import wait
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from trainer.errors import WorkerError
@@ -24,95 +24,140 @@ from trainer.process.failure_log import record_replaced_process
 from trainer.process.tracing import OVERLAPPING, TRACER
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all
-from trainer.sandbox.tasks import AsyncCalls, Round, Task
 from trainer.seeding import HASH_SEED
 
 LOG = logging.getLogger(__name__)
 
-NOT_TRIED = "was not tried"
-"""The beginning of the failure reason of a task that was never started."""
+_TICK_S = 0.05
+"""Between two looks for calls that take too long."""
 
 
-class _Batch:
-    """Tasks whose calls a process has got in one message and not answered, in order."""
+class CallFailed(Exception):  # noqa: N818 - it is no error of the trainer
+    """A call has failed: it has `raised`, or its process has `died`, or it has taken too long (`timeout`)."""
 
-    def __init__(self, tasks: list[Task], limit_s: float, concurrency: int):
-        self.tasks = deque(tasks)
-        self.is_async = tasks[0].is_async
-        self.limit_s = limit_s * -(-len(tasks) // concurrency) + limits.ASYNC_GRACE_S if self.is_async else limit_s
-        self.since = self.began_at = time.monotonic()
-        """When it was sent or begun; of plain calls, `since` is when the last one was answered."""
-        self.is_begun = False
-        self.is_small = False
-        """Its message fits in the pipe beside others that the process has not read."""
-        self.label, self.size = tasks[0].label, len(tasks)
+    def __init__(self, status: str, reason: str):
+        super().__init__(status, reason)
+        self.status = status
+        self.reason = reason
+
+
+class CallLost(Exception):  # noqa: N818
+    """The process of a call, or of its session, has ended. `is_suspect`: the call may be to blame for it."""
+
+    def __init__(self, is_suspect: bool = False):
+        super().__init__(is_suspect)
+        self.is_suspect = is_suspect
+
+
+@dataclass(eq=False)
+class Call:
+    """A call for the handler of the processes.
+
+    Args:
+        message: what the handler gets, JSON-able.
+        label: its name in the timeline.
+        limit: key and value of the longest time for it. None: those of the pool.
+        is_async: the handler returns an awaitable. Calls of sessions are so where the handler says it.
+        is_alone: the process makes no other call meanwhile.
+        is_session: one process must make all calls of its session: `home`, which the first one gets.
+        ends_session: it is the last one of its session.
+        is_urgent: it is sent at once, whatever the process does.
+        on_sent: called on the thread of the pool when it is sent.
+    """
+
+    message: list[Any]
+    label: str = "call"
+    limit: tuple[str, float] | None = None
+    is_async: bool = False
+    is_alone: bool = False
+    is_session: bool = False
+    ends_session: bool = False
+    is_urgent: bool = False
+    home: _Worker | None = None
+    on_sent: Callable[[], None] = lambda: None
+    calls: Calls | None = None
+    """The block in which it was made."""
+    answer: asyncio.Future[Any] = field(init=False)
+    since: float = 0.0
+    """When it was sent, or its process has last shown that it waits for something that does not count."""
+    began_at: float = 0.0
 
 
 class _Worker(SandboxedProcess):
     """One process of a pool."""
 
-    def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str], python: str | None):
-        super().__init__("trainer.sandbox.worker:serve", arguments, environment, python, name=arguments[0])
-        self.is_ready = self.is_concurrent = False
-        self.sessions: dict[Task, None] = {}
-        self.queue: deque[Task] = deque()
-        """Sessions whose next calls it makes, in order."""
-        self.batches: dict[int, _Batch] = {}
+    def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str]):
+        super().__init__("trainer.sandbox.worker:serve", arguments, environment, name=arguments[0])
+        self.is_ready = self.is_concurrent = self.has_ended = False
+        self.sessions = 0
+        self.todo: deque[Call] = deque()
+        """Calls of its sessions that it has not got."""
+        self.calls: dict[int, Call] = {}
+        """Those that it makes, by number."""
         self.since = self.checked_at = time.monotonic()
         """When it was started, and when it was last checked during its start."""
-        self.charged: set[Round] = set()
-        """The rounds whose failed calls have made its start necessary."""
 
-    def can_take(self, task: Task) -> bool:
-        """Return whether the next call of the task can be sent now.
+    def is_async(self, call: Call) -> bool:
+        return self.is_concurrent if call.is_session else call.is_async
 
-        Where sessions have `async` calls, the next one can be sent when the last one has begun, or ahead of that if the
-        messages are small: the pipe never fills.
-        """
-        if not self.is_ready or task.is_urgent:
+    def can_take(self, call: Call, most: int) -> bool:
+        """Return whether a call can be sent now. `most`: `async` calls that run at the same time."""
+        if not self.is_ready or call.is_urgent:
             return self.is_ready
-        if not self.is_concurrent or task.run_isolated:
-            return not self.batches
-        alone = any(other.run_isolated for other in self.tasks())
-        waiting = self.waiting()
-        may_follow = len(waiting) < limits.SENT_AHEAD and all(batch.is_small for batch in waiting)
-        return may_follow and not alone and len(self.batches) < limits.MAX_ASYNC_SESSIONS
+        if call.is_alone or not self.is_async(call):
+            return not self.calls
+        others = self.calls.values()
+        return len(others) < most and all(self.is_async(other) and not other.is_alone for other in others)
 
-    def waiting(self) -> list[_Batch]:
-        """Return the batches that it has not begun."""
-        return [batch for batch in self.batches.values() if not batch.is_begun]
 
-    def deadline(self, limit_s: float) -> float:
-        """Return when to check the process, unless it sends a message before.
+class Calls:
+    """The calls that are made in a block of `WorkerPool.calls`, on an event loop."""
 
-        Args:
-            limit_s: interval of the checks while it starts.
+    def __init__(self, pool: WorkerPool):
+        self._pool = pool
+        self._background: set[asyncio.Task[None]] = set()
+        self.timeouts = 0
+        """Calls that have taken too long, without those of sessions."""
+
+    async def ask(self, call: Call) -> Any:
+        """Make a call; return what the handler returns. If this is cancelled, the process of the call is ended.
+
+        Raises:
+            CallFailed, CallLost: see there.
+            WorkerError: the processes cannot start.
         """
-        if not self.is_ready:
-            return min(self.since + limits.START_S, self.checked_at + limit_s)
-        return min((batch.since + batch.limit_s for batch in self.batches.values()), default=float("inf"))
+        call.calls = self
+        return await asyncio.wrap_future(self._pool.submit(call))
 
-    def tasks(self) -> list[Task]:
-        """Return the tasks whose calls it makes."""
-        return [task for batch in self.batches.values() for task in batch.tasks]
+    async def do(self, call: Call) -> Any:
+        """Make a call that any process can make: again if it is lost, and once if it has ended its process.
 
-    def suspects(self) -> list[Task]:
-        """Return the tasks one of which is to blame if the process dies: those that were being worked on."""
-        begun = [batch for batch in self.batches.values() if batch.is_begun] or list(self.batches.values())
-        return [task for batch in begun for task in (batch.tasks if batch.is_async else [batch.tasks[0]])]
+        Raises:
+            CallFailed: it has failed for good.
+            WorkerError: the processes cannot start.
+        """
+        deaths = 0
+        while True:
+            try:
+                return await self.ask(call)
+            except CallLost as lost:
+                call = replace(call, is_alone=call.is_alone or lost.is_suspect)
+            except CallFailed as failed:
+                deaths += 1
+                if failed.status != "died" or deaths >= limits.MAX_ATTEMPTS:
+                    raise
 
-    def busy_s(self) -> float:
-        """Return how long the oldest of the calls under way has taken."""
-        return max((time.monotonic() - batch.since for batch in self.batches.values()), default=0.0)
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that the block waits for at its end."""
+        self._background.add(task := asyncio.ensure_future(coroutine))
+        task.add_done_callback(self._background.discard)
 
-    def restart_clocks(self) -> None:
-        for part in (self, *self.batches.values()):
-            part.since = time.monotonic()
-        self.checked_at = self.since
+    async def end(self) -> None:
+        await asyncio.gather(*self._background, return_exceptions=True)
 
 
 class WorkerPool:
-    """Processes that run user code. A context manager. Any thread may open a round.
+    """Processes that run user code, and a thread that serves them. A context manager.
 
     Args:
         handler: import path of the `Handler` in the processes.
@@ -123,7 +168,6 @@ class WorkerPool:
         limit: key and value of the longest time for a call.
         concurrency: `async` calls that run at the same time in a process.
         largest_message: bytes of the longest message of a process.
-        python: another interpreter for the processes (see `SandboxedProcess`).
     """
 
     def __init__(
@@ -137,11 +181,10 @@ class WorkerPool:
         limit: tuple[str, float],
         concurrency: int = 1,
         largest_message: int = limits.LARGEST_MESSAGE,
-        python: str | None = None,
     ):
         # The cores are for ranks and engines. Sets have the same order after a restart.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": HASH_SEED}
-        self._start_worker = lambda: _Worker([handler, list(arguments), concurrency], environment, python)
+        self._start_worker = lambda: _Worker([handler, list(arguments)], environment)
         self._num_processes = num_processes
         self._role = role
         self._name = name
@@ -149,289 +192,196 @@ class WorkerPool:
         self._concurrency = concurrency
         self._largest_message = largest_message
         self._workers: list[_Worker] = []
-        self._todo: deque[Task] = deque()
-        """Tasks that any process can do."""
+        self._todo: deque[Call] = deque()
+        """Calls that any process can make."""
         self._numbers = itertools.count()
         self._printed = OutputCapture(role)
         self._failed_starts = 0
-        self._lock = threading.Lock()
-        self._rounds: list[Round] = []
-        """Those that are open, in the order in which they began. While there is one, a thread serves them all."""
-        self._wakeup_fd = -1
-        """Can be read when another thread has changed something."""
+        self._error: Exception | None = None
 
     def __enter__(self) -> Self:
-        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC)
         # The processes import their modules while engines and ranks start.
         self._workers = [self._start_worker() for _ in range(self._num_processes)]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=f"{self._role} processes", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            left = list(self._rounds)
-        for tasks in left:
-            self._cancel(tasks)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         end_all(self._workers)
         self._workers = []
-        with self._lock:
-            os.close(self._wakeup_fd)
-            self._wakeup_fd = -1
-
-    @contextmanager
-    def round(self) -> Iterator[Round]:
-        """Do tasks in a thread while the block runs. Several threads may each run such a block."""
-        tasks = Round(self.wake, self.log_output)
-        with self._lock:
-            self._rounds.append(tasks)
-            if len(self._rounds) == 1:
-                threading.Thread(target=self._serve, name=f"{self._role} processes", daemon=True).start()
-        self.wake()
-        try:
-            yield tasks
-        finally:
-            self._cancel(tasks)
 
     @asynccontextmanager
-    async def calls(self) -> AsyncIterator[AsyncCalls]:
-        """Do tasks while the block runs, on an event loop.
-
-        All are done after it. If it fails, they have a moment left, to close environments, and are cancelled.
-        """
-        with self.round() as tasks:
-            calls = AsyncCalls(tasks)
-            try:
-                yield calls
-            except BaseException:
-                with suppress(Exception):
-                    await asyncio.wait_for(calls.end(), limits.CANCEL_S)
-                raise
+    async def calls(self) -> AsyncIterator[Calls]:
+        """Make calls in the block. If it fails, what it has begun has a moment left, to close environments."""
+        calls = Calls(self)
+        try:
+            yield calls
+        except BaseException:
+            with suppress(Exception):
+                await asyncio.wait_for(calls.end(), limits.CANCEL_S)
+            raise
+        else:
             await calls.end()
+        finally:
+            for line in self._printed.take():
+                LOG.info(line)
 
-    def _cancel(self, tasks: Round) -> None:
-        tasks.is_cancelled = True
-        self.wake()
-        concurrent.futures.wait([tasks.ended])
+    def submit(self, call: Call) -> Any:
+        """Begin to make a call, from any thread; return a future of `concurrent.futures`."""
+        return asyncio.run_coroutine_threadsafe(self._ask(call), self._loop)
 
-    def wake(self) -> None:
-        """Let the serving thread look at the rounds."""
-        with self._lock:
-            if self._wakeup_fd >= 0:  # else the pool is closed
-                os.eventfd_write(self._wakeup_fd, 1)
-
-    def log_output(self) -> None:
-        """Log what the processes have printed."""
-        for line in self._printed.take():
-            LOG.info(line)
+    # ---------------------------------------------------------------------------------------------------
+    # On the thread of the pool
 
     def _serve(self) -> None:
-        """Do the tasks of all rounds, until none is open."""
-        self._failed_starts = 0
-        while True:
-            with self._lock:
-                rounds = list(self._rounds)
-            try:
-                if not any([self._end_if_done(tasks) for tasks in rounds]):
-                    for worker in list(self._workers):
-                        self._send_tasks(worker)
-                    self._listen(self._wakeup_fd)
-                    continue
-            except BaseException as error:  # each thread with a round raises it
-                for tasks in rounds:
-                    if not tasks.ended.done():
-                        self._end(tasks, error)
-            with self._lock:
-                self._rounds = [tasks for tasks in self._rounds if not tasks.ended.done()]
-                if not self._rounds:
-                    return
+        asyncio.set_event_loop(self._loop)
+        for worker in self._workers:
+            self._listen_to(worker)
+        watching = self._loop.create_task(self._watch())
+        self._loop.run_forever()
+        watching.cancel()
+        self._fail(RuntimeError("the pool has ended"))
+        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
+        self._loop.close()
 
-    def _end_if_done(self, tasks: Round) -> bool:
-        """Receive the tasks of a round. End it if nothing is left to do; return whether it has ended."""
-        is_open = tasks.is_open  # read before the tasks are received: none follows
-        for task in tasks.received():
-            self._queue(task)
-        key, limit_s = self._limit
-        if tasks.lost_s > limits.FAILED_TIME_LIMITS * limit_s * self._num_processes:
-            times = limits.FAILED_TIME_LIMITS
-            reason = f"{NOT_TRIED}: failed calls had already taken {times} times {key} for each process"
-            self._abandon(tasks, reason, keep_sessions=True)
-        if not tasks.is_cancelled and (is_open or self._has_work(tasks)):
-            return False
-        self._end(tasks)
-        return True
+    def _listen_to(self, worker: _Worker) -> None:
+        self._loop.add_reader(worker.pipe.fileno(), self._receive, worker)
+        self._loop.add_reader(worker.output, self._printed.read, worker)
 
-    def _has_work(self, tasks: Round) -> bool:
-        waiting = (self._todo, *(queue for worker in self._workers for queue in (worker.queue, worker.tasks())))
-        return any(task.round is tasks for some in waiting for task in some)
-
-    def _end(self, tasks: Round, error: BaseException | None = None) -> None:
-        """End a round. A process that is still busy with it must not answer later."""
-        tasks.error = error
+    async def _ask(self, call: Call) -> Any:
+        call.answer = self._loop.create_future()
+        if self._error is not None:
+            raise self._error
+        if call.is_session and call.home is None:
+            call.home = min(self._workers, key=lambda worker: worker.sessions)
+            call.home.sessions += 1
+        if call.home is not None and call.home.has_ended:
+            raise CallLost
+        waiting = self._todo if call.home is None else call.home.todo
+        if call.is_urgent:
+            waiting.appendleft(call)
+        else:
+            waiting.append(call)
+        self._send_calls()
         try:
-            self._abandon(tasks, NOT_TRIED)
-            for worker in self._workers:
-                self._printed.read(worker)
-        except BaseException as later:
-            error = error or later
-        if error is None:
-            tasks.ended.set_result(None)
-        else:
-            tasks.ended.set_exception(error)
+            return await call.answer
+        except asyncio.CancelledError:
+            for worker in [worker for worker in self._workers if call in worker.calls.values()]:
+                if self._error is None:
+                    self._replace(worker)  # it must not answer later
+            raise
 
-    def _queue(self, task: Task) -> None:
-        """Let a process make the next call of the task, if it needs one."""
-        if task.next_call() is None:
-            task.rest()
-            return
-        if not task.is_session:
-            self._todo.append(task)
-            return
-        if task.worker is None:
-            task.worker = min(self._workers, key=lambda worker: len(worker.sessions))
-            task.worker.sessions[task] = None
-        if task.is_urgent:
-            task.worker.queue.appendleft(task)
-        else:
-            task.worker.queue.append(task)
-
-    def _abandon(self, tasks: Round, reason: str, keep_sessions: bool = False) -> None:
-        """Let all tasks of a round fail that wait or are under way.
-
-        Args:
-            keep_sessions: calls of sessions that are under way may end: other sessions live in the same process.
-        """
-        for worker in [worker for worker in self._workers if any(task.round is tasks for task in worker.tasks())]:
-            if not (keep_sessions and worker.sessions):
-                self._replace(worker)
-        for waiting in (self._todo, *(worker.queue for worker in self._workers)):
-            for task in [task for task in waiting if task.round is tasks]:
-                waiting.remove(task)
-                task.fail("timeout", reason)
-                task.rest()
-
-    def _send_tasks(self, worker: _Worker) -> None:
-        while (waiting := worker.queue or self._todo) and worker.can_take(waiting[0]):
-            tasks = self._next_tasks(waiting)
-            batch = _Batch(tasks, (tasks[0].limit or self._limit)[1], self._concurrency)
-            number = next(self._numbers)
-            message = encode([number, [task.next_call() for task in tasks]])
-            batch.is_small = len(message) <= limits.SMALL_MESSAGE
-            if not batch.is_small and not tasks[0].is_urgent and worker.waiting():
-                waiting.extendleft(reversed(tasks))
-                return
-            worker.batches[number] = batch
-            try:
-                worker.send(message)
-            except ProcessDied:
-                self._handle_worker_death(worker)
-                return
-
-    def _next_tasks(self, waiting: deque[Task]) -> list[Task]:
-        """Take the tasks that a process gets next: several of one kind, or one that needs a process for itself."""
-        first = waiting.popleft()
-        tasks = [first]
-        most = limits.ASYNC_ROUNDS * self._concurrency if first.is_async else limits.PLAIN_BATCH
-        share = -(-(1 + len(waiting)) // self._num_processes)
-        size = min(most, 1 + len(waiting) if first.is_session else share)
-        if first.run_isolated or first.is_session and first.is_async:
-            size = 1
-        while len(tasks) < size and waiting[0].kind is first.kind and not waiting[0].run_isolated:
-            tasks.append(waiting.popleft())
-        return tasks
-
-    def _listen(self, wakeup_fd: int) -> None:
-        """Wait for messages, output, or the next time limit, and handle them."""
-        begin = time.monotonic()
-        timeout_s = max(0.0, min(worker.deadline(self._limit[1]) for worker in self._workers) - begin)
-        pipes = [pipe for worker in self._workers for pipe in (worker.pipe, worker.output)]
-        readable = set(wait([wakeup_fd, *pipes], None if timeout_s == float("inf") else timeout_s))
-        was_stopped = time.monotonic() > begin + timeout_s + 1  # perhaps the whole job was stopped by a signal
-        if wakeup_fd in readable:
-            os.eventfd_read(wakeup_fd)
+    def _send_calls(self) -> None:
         for worker in list(self._workers):
-            if was_stopped:
-                worker.restart_clocks()
-            if worker.output in readable:
-                self._printed.read(worker)
-            if worker.pipe in readable:
-                self._receive(worker)
-            elif time.monotonic() > worker.deadline(self._limit[1]) and not worker.pipe.poll():
-                self._handle_timeout(worker)
+            while (waiting := worker.todo or self._todo) and worker.can_take(waiting[0], self._concurrency):
+                call = waiting.popleft()
+                if call.answer.done():  # it is cancelled
+                    continue
+                if call.calls is not None and call.calls.timeouts >= limits.MAX_TIMEOUTS * self._num_processes:
+                    reason = f"was not tried: {call.calls.timeouts} calls had taken longer than {self._limit[0]}"
+                    call.answer.set_exception(CallFailed("timeout", reason))
+                    continue
+                number = next(self._numbers)
+                call.since = call.began_at = time.monotonic()
+                worker.calls[number] = call
+                call.on_sent()
+                try:
+                    worker.send(encode([number, call.message]))
+                except ProcessDied:
+                    self._handle_death(worker)
+                    break
 
     def _receive(self, worker: _Worker) -> None:
         try:
             match worker.receive(self._largest_message):
-                case {"begun": int(number)} if number in worker.batches:
-                    worker.batches[number].is_begun = True
-                    for batch in (worker.batches[number], *worker.waiting()):  # they come after it
-                        batch.since = batch.began_at = time.monotonic()
-                case {"number": int(number), "results": [_, *_] as results, "last": bool(is_last)} if (
-                    number in worker.batches and len(results) <= len(worker.batches[number].tasks)
-                ):
-                    self._answer(worker, number, results, is_last)
-                case {"left": str()} if worker.batches:
-                    self._replace(worker, "left", "left a process running")
+                case {"begun": int(number)} if number in worker.calls:
+                    worker.calls[number].since = time.monotonic()
+                case {"number": int(number), "last": bool(is_last), **result} if number in worker.calls:
+                    self._answer(worker, worker.calls[number], number, result)
+                    if is_last:
+                        self._replace(worker)
                 case {"ready": bool(is_concurrent)}:
-                    for tasks in worker.charged:
-                        tasks.lost_s += time.monotonic() - max(worker.since, tasks.since)
                     worker.is_ready, worker.is_concurrent, self._failed_starts = True, is_concurrent, 0
                 case {"cannot_start": str(reason)}:
-                    raise WorkerError(f"the processes of {self._name} die as they start: {reason}")
+                    self._fail(WorkerError(f"the processes of {self._name} die as they start: {reason}"))
+                    return
                 case _:  # user code wrote into the pipe
                     raise ProcessDied
         except ProcessDied:
-            self._handle_worker_death(worker)
+            self._handle_death(worker)
+        self._send_calls()
 
-    def _answer(self, worker: _Worker, number: int, results: list[Any], is_last: bool) -> None:
-        """Take the results of the first tasks of a batch. `is_last`: the process will not answer again."""
-        batch, now = worker.batches[number], time.monotonic()
-        cost_s = (now - batch.since) / len(results) / len(worker.batches)
-        failed: list[Task] = []
-        for result in results:
-            task = batch.tasks[0]
-            failed = [task] if self._take(task, result) else []
-            _charge(failed, cost_s)
-            batch.tasks.popleft()
-            if task.worker is None:
-                worker.sessions.pop(task, None)
-            self._queue(task)
-        batch.since = now
-        if not batch.tasks:
-            del worker.batches[number]
-            self._trace(worker, batch, batch.label)
-        if is_last:
-            self._replace(worker, because_of=failed)
-
-    def _take(self, task: Task, result: Any) -> bool:
-        """Give a task its result. Return whether that is a failure."""
+    def _answer(self, worker: _Worker, call: Call, number: int, result: dict[str, Any]) -> None:
         match result:
             case {"value": value}:
-                return task.take(value)
+                outcome: Any = value
             case {"raised": str(reason)}:
-                task.record_failure("raised", reason)
+                outcome = CallFailed("raised", reason)
             case {"timeout": True}:
-                task.record_failure("timeout", self._too_slow(task))
+                outcome = CallFailed("timeout", self._too_slow(call))
             case _:
                 raise ProcessDied
-        return True
+        del worker.calls[number]
+        worker.sessions -= call.ends_session
+        self._settle(worker, call, outcome)
 
-    def _too_slow(self, task: Task) -> str:
-        key, limit_s = task.limit or self._limit
+    def _settle(self, worker: _Worker, call: Call, outcome: Any) -> None:
+        if isinstance(outcome, CallFailed) and outcome.status == "timeout" and not call.is_session:
+            assert call.calls is not None
+            call.calls.timeouts += 1
+        if TRACER.is_on:
+            name = f"{call.label} ended" if isinstance(outcome, CallLost) else call.label
+            process = f"{self._role} {self._workers.index(worker)}"
+            TRACER.add(name, call.began_at, time.monotonic(), OVERLAPPING, process, calls=1)
+        if call.answer.done():
+            return
+        if isinstance(outcome, BaseException):
+            call.answer.set_exception(outcome)
+        else:
+            call.answer.set_result(outcome)
+
+    def _too_slow(self, call: Call) -> str:
+        key, limit_s = call.limit or self._limit
         return f"took longer than {key}={limit_s:g}"
 
-    def _handle_timeout(self, worker: _Worker) -> None:
-        """End a process that takes too long. A process that was stopped by a signal counts as dead."""
-        if worker.is_stopped:
-            self._handle_worker_death(worker, is_stopped=True)
-        elif worker.is_ready:
-            self._replace(worker, "timeout", self._too_slow(worker.suspects()[0]))
-        else:
-            worker.checked_at = time.monotonic()
-            if worker.checked_at > worker.since + limits.START_S:
-                raise WorkerError(f"a process of {self._name} has not started after {limits.START_S:g} s")
+    async def _watch(self) -> None:
+        """End processes that take too long. Time in which the whole job was stopped by a signal does not count."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            stopped_s, last = now - last, now
+            for worker in list(self._workers):
+                if stopped_s > _TICK_S + 1:
+                    for one in (worker, *worker.calls.values()):
+                        one.since += stopped_s
+                late = [call for call in worker.calls.values() if now > self._deadline(worker, call)]
+                if worker.is_ready and late and not worker.pipe.poll():
+                    if worker.is_stopped:  # then user code is not to blame
+                        self._handle_death(worker, is_stopped=True)
+                    else:
+                        self._replace(worker, "timeout", self._too_slow(late[0]))
+                elif not worker.is_ready and now > worker.checked_at + self._limit[1]:
+                    worker.checked_at = now
+                    if worker.is_stopped:
+                        self._handle_death(worker, is_stopped=True)
+                    elif now > worker.since + limits.START_S:
+                        reason = f"has not started after {limits.START_S:g} s"
+                        self._fail(WorkerError(f"a process of {self._name} {reason}"))
+            self._send_calls()
 
-    def _handle_worker_death(self, worker: _Worker, is_stopped: bool = False) -> None:
+    def _deadline(self, worker: _Worker, call: Call) -> float:
+        limit_s = (call.limit or self._limit)[1]
+        return call.since + limit_s + (limits.ASYNC_GRACE_S if call.is_session or call.is_async else 0.0)
+
+    def _handle_death(self, worker: _Worker, is_stopped: bool = False) -> None:
         """Replace a process that has died, or was stopped by a signal."""
-        cost_s = worker.busy_s()
+        if worker.has_ended:
+            return
+        cost_s = max((time.monotonic() - call.since for call in worker.calls.values()), default=0.0)
         ending = self._replace(worker, "died", "ended its process (stopped by a signal)" if is_stopped else "")
         ending = "stopped by a signal" if is_stopped else ending
         record_replaced_process(self._role, ending, cost_s)
@@ -441,48 +391,41 @@ class WorkerPool:
         if self._failed_starts >= limits.MAX_FAILED_STARTS:
             printed = self._printed.last_line()
             output = f"; the last output: {printed}" if printed else ""
-            raise WorkerError(f"the processes of {self._name} die as they start ({ending}){output}")
+            self._fail(WorkerError(f"the processes of {self._name} die as they start ({ending}){output}"))
 
-    def _replace(self, worker: _Worker, status: str = "", reason: str = "", because_of: Sequence[Task] = ()) -> str:
-        """Replace a process by a new one, and repeat its tasks. Return how it ended.
-
-        If it worked on one task, that one is to blame. If it worked on several, each is repeated in a process for
-        itself: that shows which one it is.
+    def _replace(self, worker: _Worker, status: str = "", reason: str = "") -> str:
+        """Replace a process by a new one. Return how it ended.
 
         Args:
-            status: how the task that is to blame has failed (see `Task.retried`); empty: none is.
+            status: how the call that is to blame has failed (see `CallFailed`); empty: none is.
             reason: why it has failed. Empty: it has ended the process.
-            because_of: the process is replaced because calls of these tasks have failed.
         """
-        suspects = worker.suspects() if status else []
-        _charge(suspects, worker.busy_s())
-        for batch in worker.batches.values():
-            self._trace(worker, batch, f"{batch.label} ended")
+        self._loop.remove_reader(worker.pipe.fileno())
+        self._loop.remove_reader(worker.output)
         ending = worker.end(died=bool(status) and not reason)
         self._printed.read(worker)
         worker.close()
-        new = self._start_worker()
-        new.charged = {task.round for task in (*because_of, *suspects) if task.round is not None}
-        self._workers[self._workers.index(worker)] = new
-        for session in worker.sessions:
-            session.worker = None
-            session.restart()
-        if len(suspects) == 1:
-            suspects[0].record_failure(status, reason or f"ended its process ({ending})")
-        else:
-            for task in suspects:
-                task.run_isolated = True
-        for task in [*worker.tasks(), *worker.queue]:
-            self._queue(task)
+        calls = list(worker.calls.values())
+        suspects = [call for call in calls if not call.is_urgent] if status else []
+        for call in calls:
+            lost = CallLost(call in suspects)
+            failed = CallFailed(status, reason or f"ended its process ({ending})")
+            self._settle(worker, call, failed if [call] == suspects else lost)
+        for call in worker.todo:
+            if not call.answer.done():
+                call.answer.set_exception(CallLost())
+        worker.has_ended = True
+        worker.calls.clear()
+        new = self._workers[self._workers.index(worker)] = self._start_worker()
+        self._listen_to(new)
         return ending
 
-    def _trace(self, worker: _Worker, batch: _Batch, name: str) -> None:
-        if TRACER.is_on:
-            process = f"{self._role} {self._workers.index(worker)}"
-            TRACER.add(name, batch.began_at, time.monotonic(), OVERLAPPING, process, calls=batch.size)
-
-
-def _charge(tasks: Sequence[Task], seconds: float) -> None:
-    """Note that failed calls of these tasks have taken this time."""
-    for tasks_of_one in {task.round for task in tasks if task.round is not None}:
-        tasks_of_one.lost_s += seconds
+    def _fail(self, error: Exception) -> None:
+        """Let all calls fail, now and from now on."""
+        self._error = error
+        under_way = [call for worker in self._workers for call in (*worker.calls.values(), *worker.todo)]
+        for call in (*under_way, *self._todo):
+            if not call.answer.done():
+                call.answer.set_exception(error)
+        for worker in self._workers:
+            self._loop.remove_reader(worker.pipe.fileno())

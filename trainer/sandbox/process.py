@@ -17,8 +17,7 @@ from typing import Any
 
 import psutil
 
-import trainer
-from trainer.errors import UserError, describe_error, one_line
+from trainer.errors import one_line
 from trainer.sandbox import limits
 
 
@@ -34,18 +33,10 @@ class SandboxedProcess:
             the pipe and the arguments. What it sends must be JSON.
         arguments: JSON-able.
         environment: the environment of the process.
-        python: another interpreter, which finds its own packages and `trainer`. It needs psutil.
         name: says in the command line what the process is for.
     """
 
-    def __init__(
-        self,
-        serve: str,
-        arguments: Sequence[Any],
-        environment: Mapping[str, str],
-        python: str | None = None,
-        name: str = "",
-    ):
+    def __init__(self, serve: str, arguments: Sequence[Any], environment: Mapping[str, str], name: str = ""):
         self.pipe, worker_end = multiprocessing.Pipe()
         self.output, output = os.pipe()
         """Descriptor of what the process prints (see `OutputCapture`)."""
@@ -58,11 +49,11 @@ class SandboxedProcess:
             json.dump(arguments, given)
             given.seek(0)
             code = (
-                f"{preamble(python)}; from trainer.sandbox.reaper import main; "
+                f"import sys; sys.path[:] = {sys.path!r}; import json; from trainer.sandbox.reaper import main; "
                 f"main({os.getpid()}, {worker_end.fileno()}, {serve!r}, json.load(open({given.fileno()})))  # {name}"
             )
             self.process = subprocess.Popen(
-                [python or sys.executable, "-u", "-c", code],
+                [sys.executable, "-u", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -135,42 +126,6 @@ class SandboxedProcess:
 def encode(message: Any) -> bytes:
     """Return a message as JSON; what JSON does not have becomes text."""
     return json.dumps(message, default=str).encode()  # Parquet rows may hold dates
-
-
-def preamble(python: str | None) -> str:
-    """Return code with which an interpreter imports `json`, and finds the modules that it needs.
-
-    This project's own interpreter finds what this process finds. Another one finds what is installed for it, the
-    working directory, and `trainer`, but nothing that is installed beside `trainer` here.
-    """
-    if python is None:
-        return f"import sys; sys.path[:] = {sys.path!r}; import json"
-    package = os.path.dirname(os.path.abspath(trainer.__file__))
-    return (
-        "import importlib.util, json, sys; spec = importlib.util.spec_from_file_location("
-        f"'trainer', {package + '/__init__.py'!r}, submodule_search_locations=[{package!r}]); "
-        "sys.modules['trainer'] = importlib.util.module_from_spec(spec); "
-        "spec.loader.exec_module(sys.modules['trainer'])"
-    )
-
-
-def run_code(python: str, code: str, given: Any) -> subprocess.CompletedProcess[str]:
-    """Run code in the interpreter `environment.python`, after its `preamble`; return its exit status and its output.
-
-    Args:
-        given: JSON-able; `given` in the code. All users of the machine can read the code.
-
-    Raises:
-        UserError: it is no interpreter, or does not answer.
-    """
-    key = f"environment.python={python}"
-    if not os.path.isfile(python) or not os.access(python, os.X_OK):
-        raise UserError(f"{key}: is no interpreter; name a file such as .venv-other/bin/python")
-    command = [python, "-c", f"{preamble(python)}\ngiven = json.load(sys.stdin)\n{code}"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=limits.START_S, input=json.dumps(given))
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"{key}: cannot run environments ({describe_error(error)})") from error
 
 
 def end_all(processes: Sequence[SandboxedProcess]) -> None:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 
 from trainer.errors import UserError, one_line
 from trainer.sandbox import program
-from trainer.sandbox.call_clock import uncounted
+from trainer.sandbox.worker import uncounted
 
 MAX_CODE = 1 << 20
 """Most characters of a program."""

@@ -1,31 +1,110 @@
-"""What a process of a pool does: it makes the calls that it is sent, plain ones one by one."""
+"""What a process of a pool does: it makes the calls that it is sent."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import json
 import os
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from trainer.errors import describe_error, one_line
 from trainer.import_utils import import_function
-from trainer.sandbox.call_clock import CallClock
-from trainer.sandbox.process_state import ProcessState
+from trainer.sandbox import limits
+
+_CLOCK: ContextVar[CallClock | None] = ContextVar("clock", default=None)
+_SIGN_S = 0.5
+"""Shortest time between two signs of life."""
+
+
+class CallClock:
+    """The clock of one call. A context manager, which ends the call when its time is over.
+
+    Args:
+        limit_s: seconds that the call may take. None: it has no limit.
+        show_life: called again and again while a wait does not count, so that whoever waits for the call knows.
+    """
+
+    def __init__(self, limit_s: float | None, show_life: Callable[[], None]):
+        self._limit = asyncio.timeout(limit_s)
+        self._sign_s = max(_SIGN_S, (limit_s or 0.0) / 2)
+        self._show_life = show_life
+        self._waits = 0
+        self._left_s = 0.0
+        self._sign: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> CallClock:
+        await self._limit.__aenter__()
+        _CLOCK.set(self)
+        return self
+
+    async def __aexit__(self, *exception: object) -> bool | None:
+        self._waits = -1  # what the call has left behind changes nothing any more
+        self._end_signs()
+        return await self._limit.__aexit__(*exception)  # type: ignore[arg-type]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has taken too long."""
+        return self._limit.expired()
+
+    def pause(self) -> None:
+        """Begin a wait that does not count."""
+        when = self._limit.when()
+        if self._waits < 0 or self._waits == 0 and when is None:
+            return
+        self._waits += 1
+        if self._waits == 1:
+            assert when is not None
+            self._left_s = when - asyncio.get_running_loop().time()
+            self._limit.reschedule(None)
+            self._show()
+
+    def resume(self) -> None:
+        """End a wait."""
+        if self._waits <= 0:
+            return
+        self._waits -= 1
+        if self._waits == 0:
+            self._end_signs()
+            self._show_life()
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
+
+    def _show(self) -> None:
+        self._show_life()
+        self._sign = asyncio.get_running_loop().call_later(self._sign_s, self._show)
+
+    def _end_signs(self) -> None:
+        if self._sign is not None:
+            self._sign.cancel()
+            self._sign = None
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Do not count the seconds of the block towards the limit of the call that is made, such as a wait for its turn."""
+    clock = _CLOCK.get()
+    if clock is None:
+        yield
+        return
+    clock.pause()
+    try:
+        yield
+    finally:
+        clock.resume()
 
 
 class Handler:
     """How the calls of a pool are made. A base class; each process makes one, with the arguments of the pool."""
 
     is_concurrent = False
-    """`async` calls of different messages may be under way at the same time."""
-    in_turn = False
-    """`async` calls of one message are made one after another, and each is answered at once."""
-    restores_process = False
-    """After each call the process is what it was before, and a call that leaves a process running has failed."""
-
+    """Calls of several sessions may be under way at the same time."""
     must_end = False
     """The process must be replaced after its next answer: something runs in it that nothing else can end."""
 
@@ -58,18 +137,55 @@ def send(pipe: Connection, message: Any) -> None:
     pipe.send_bytes(json.dumps(message).encode())
 
 
-def serve(pipe: Connection, handler: str, arguments: Sequence[Any], concurrency: int) -> NoReturn:
-    """Answer messages `[number, calls]` until the pipe closes.
+class UserThreads:
+    """Runs functions in threads. Nothing can end a thread: a function whose call is cancelled runs on.
 
-    Where calls of several messages may be under way, the first answer is `{"begun": number}`. It comes again while a
-    call waits for something that does not count as its time (see `trainer.sandbox.call_clock`). Then follows
-    `{"number": number, "results": [of the next calls], "last": whether this process answers no more}`, for each plain
-    call, or for all `async` calls together, which run at the same time. `{"left": a process}` stands for the latter if
-    one of several has left that process running.
+    Args:
+        several: functions may run at the same time. Else one after another, in one thread.
+    """
+
+    def __init__(self, name: str, several: bool = True):
+        self._pool = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS + limits.THREADS_LEFT if several else 1, name)
+        self._most_left = limits.THREADS_LEFT if several else 1
+        self._left: set[Future[Any]] = set()
+
+    @property
+    def too_many_left(self) -> bool:
+        """Whether so many functions run on that the process must be replaced."""
+        return len(self._left) >= self._most_left
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what the function returns, or what the awaitable gives that it returns."""
+        thread = self._pool.submit(_outcome, function, arguments)
+        try:
+            value, error = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if not thread.cancelled():  # it had begun
+                self._left.add(thread)
+                thread.add_done_callback(self._left.discard)
+            raise
+        if error is not None:
+            raise error
+        return await value if inspect.isawaitable(value) else value
+
+
+def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    """Return the value of a call and what it has raised: a future cannot hold a StopIteration."""
+    try:
+        return function(*arguments), None
+    except BaseException as raised:  # whatever user code raises
+        return None, raised
+
+
+def serve(pipe: Connection, handler: str, arguments: Sequence[Any]) -> NoReturn:
+    """Answer messages `[number, call]` until the pipe closes.
+
+    The answer is `{"number": number, "last": whether this process answers no more}` with one of `value`, `raised` (why
+    the call has failed) and `timeout`. While an `async` call waits for something that does not count as its time,
+    `{"begun": number}` comes (see `trainer.sandbox.worker`).
 
     Args:
         handler: import path of a `Handler`.
-        concurrency: `async` calls that run at the same time.
     """
     try:
         loop = asyncio.new_event_loop()
@@ -77,18 +193,16 @@ def serve(pipe: Connection, handler: str, arguments: Sequence[Any], concurrency:
     except BaseException as error:
         send(pipe, {"cannot_start": describe_error(error)})
         os._exit(1)
-    _Server(pipe, made, loop, concurrency).run()
+    _Server(pipe, made, loop).run()
 
 
 class _Server:
-    def __init__(self, pipe: Connection, handler: Handler, loop: asyncio.AbstractEventLoop, concurrency: int):
+    def __init__(self, pipe: Connection, handler: Handler, loop: asyncio.AbstractEventLoop):
         self._pipe = pipe
         self._handler = handler
         self._loop = loop
-        self._slots = asyncio.Semaphore(concurrency)
         self._under_way: set[asyncio.Task[None]] = set()
         self._process = os.getpid()
-        self._before = ProcessState(pipe) if handler.restores_process else None
 
     def run(self) -> NoReturn:
         self._loop.add_reader(self._pipe.fileno(), self._loop.stop)
@@ -96,19 +210,15 @@ class _Server:
         while True:
             self._loop.run_forever()  # until there is a message. Plain calls are made while the loop does not run
             try:
-                number, calls = json.loads(self._pipe.recv_bytes())
+                number, call = json.loads(self._pipe.recv_bytes())
             except EOFError:
                 os._exit(0)
-            if self._handler.is_concurrent:
-                send(self._pipe, {"begun": number})
-            if self._handler.is_async(calls[0]):
-                answer = self._answer_in_turn if self._handler.in_turn else self._answer_together
-                task = self._loop.create_task(answer(number, calls))
+            if self._handler.is_async(call):
+                task = self._loop.create_task(self._answer_later(number, call))
                 self._under_way.add(task)  # the loop itself holds no strong reference
                 task.add_done_callback(self._under_way.discard)
             else:
-                for call in calls:
-                    self._answer(number, [self._compute(call)])
+                self._answer(number, self._compute(call))
 
     def _compute(self, call: list[Any]) -> dict[str, Any]:
         try:
@@ -116,42 +226,22 @@ class _Server:
         except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
             return {"raised": self._handler.describe(error, call)}
 
-    async def _compute_async(self, number: int, call: list[Any]) -> dict[str, Any]:
-        async with self._slots:
-            clock = CallClock(self._handler.limit_s(call), lambda: send(self._pipe, {"begun": number}))
-            try:
-                async with clock:
-                    return {"value": await self._handler.compute(call)}
-            except BaseException as error:
-                return {"timeout": True} if clock.is_over else {"raised": self._handler.describe(error, call)}
-
-    async def _answer_together(self, number: int, calls: list[list[Any]]) -> None:
-        results = await asyncio.gather(*(self._compute_async(number, call) for call in calls))
-        self._answer_or_end(number, results)
-
-    async def _answer_in_turn(self, number: int, calls: list[list[Any]]) -> None:
-        for call in calls:
-            self._answer_or_end(number, [await self._compute_async(number, call)])
-
-    def _answer_or_end(self, number: int, results: list[dict[str, Any]]) -> None:
+    async def _answer_later(self, number: int, call: list[Any]) -> None:
+        clock = CallClock(self._handler.limit_s(call), lambda: send(self._pipe, {"begun": number}))
         try:
-            self._answer(number, results)
+            async with clock:
+                result = {"value": await self._handler.compute(call)}
+        except BaseException as error:
+            result = {"timeout": True} if clock.is_over else {"raised": self._handler.describe(error, call)}
+        try:
+            self._answer(number, result)
         except OSError:  # user code has closed the pipe
             os._exit(1)
 
-    def _answer(self, number: int, results: list[dict[str, Any]]) -> None:
-        """Send results, and restore the process."""
+    def _answer(self, number: int, result: dict[str, Any]) -> None:
         if os.getpid() != self._process:  # user code has forked, and this is its child
             os._exit(0)
-        is_restored = self._before is None or self._before.restore()
-        left = self._before.processes_left() if self._before is not None else ""
-        if left and len(results) > 1:
-            send(self._pipe, {"left": left})
-            os._exit(0)
-        if left and "value" in results[0]:
-            reason = f"left a process running: {left}; start what must stay when the module is imported"
-            results = [{"raised": reason}]
-        is_last = bool(left) or not is_restored or self._handler.must_end
-        send(self._pipe, {"number": number, "results": results, "last": is_last})
+        is_last = self._handler.must_end
+        send(self._pipe, {"number": number, "last": is_last, **result})
         if is_last:
             os._exit(0)

@@ -9,12 +9,19 @@ from dataclasses import dataclass
 from trainer.config import Config
 from trainer.data.datasets import name_in_mix, of_source
 from trainer.errors import UserError
-from trainer.rewards.scores import Failures
+from trainer.process.signals import CONTINUES
 
 LOG = logging.getLogger(__name__)
 
 _FEWEST_ROWS = 4
 """Of a source, whose failures say that the source is broken and not a row."""
+_OUTCOMES = {
+    ("reward", "leave_out"): "are left out",
+    ("reward", "zero"): "count as 0",
+    ("environment", "leave_out"): "have a reward of 0, or are left out if the policy had not replied",
+    ("environment", "zero"): "count as 0",
+}
+"""What becomes of failures, by the section of the config that gives the rewards, and its `on_failure`."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,10 @@ class SourceFailures:
     """Why episodes have failed; empty for those that have not."""
     total: int
     """Number of episodes, with those that the journal had."""
+
+    @property
+    def failed(self) -> list[str]:
+        return [reason for reason in self.reasons if reason]
 
 
 def error_limit(cfg: Config) -> tuple[str, float]:
@@ -55,15 +66,31 @@ def judge_failures(sources: Sequence[SourceFailures], purpose: str) -> None:
     for one in sources:
         by_limit.setdefault(error_limit(one.cfg), []).append(one)
     for (section, most), some in by_limit.items():
-        failures = [Failures.among(one.reasons, section) for one in some]
-        names = [name_in_mix(one.source) for one in some]
-        problem = Failures.together(names, failures).problem(sum(one.total for one in some), most, purpose)
-        if problem is not None:
-            raise UserError(problem)
-        for one, failed in zip(some, failures, strict=True):
-            of = of_source(purpose, [one.source])
-            is_broken = failed.count == one.total >= _FEWEST_ROWS * one.cfg.rollout.n
-            if is_broken and (problem := failed.problem(one.total, most, of)) is not None:
-                raise UserError(problem)
-            for line in failed.lines(one.total, one.cfg.on_failure, of):
-                LOG.warning(line)
+        _refuse_above(section, most, some, purpose)
+        for one in some:
+            failed, of = one.failed, of_source(purpose, [one.source])
+            if len(failed) == one.total >= _FEWEST_ROWS * one.cfg.rollout.n:
+                _refuse_above(section, most, [one], of)
+            if failed:
+                outcome = _OUTCOMES[section, one.cfg.on_failure]
+                share = _share(section, len(failed), one.total, of)
+                LOG.warning("%s failed and %s; the first: %s", share, outcome, failed[0])
+
+
+def _refuse_above(section: str, most: float, sources: Sequence[SourceFailures], purpose: str) -> None:
+    """Raise a `UserError` if more than a share `most` of the episodes have failed."""
+    count, total = sum(len(one.failed) for one in sources), sum(one.total for one in sources)
+    if count <= most * total:
+        return
+    worst = max(sources, key=lambda one: len(one.failed))
+    name = name_in_mix(worst.source)
+    mostly = f", {len(worst.failed)} of them for {name}" if name else ""
+    raise UserError(
+        f"{section}.max_error_rate={most:g}: {_share(section, count, total, purpose)} failed{mostly} (the first: "
+        f"{worst.failed[0]}); nothing was trained on them, and once the {section} works, {CONTINUES}"
+    )
+
+
+def _share(section: str, count: int, total: int, purpose: str) -> str:
+    kind = "episodes" if section == "environment" else "rewards"
+    return f"{count} of {total} {kind} of {purpose or 'a step'} ({count / total:.1%})"

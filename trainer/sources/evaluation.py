@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +15,6 @@ from trainer.episodes import Episode, Sample
 from trainer.generation.engine import Sampling
 from trainer.metrics.estimates import means_of, row_values
 from trainer.metrics.names import of_val_set, pass_at
-from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.tracing import TRACER
 from trainer.sources.base import Evaluation
 from trainer.sources.episode_metrics import means, reward_terms
@@ -64,7 +61,6 @@ class RolloutEvaluator:
         self._rollouts = rollouts
         self._prompts = prompts
         self._sets = sets or {}
-        self._count = 0
 
     def evaluate(self, step: int) -> Evaluation:
         """Evaluate what is due at `step`, all of it with the weights that the engines have now."""
@@ -91,8 +87,6 @@ class RolloutEvaluator:
                 metrics |= self._set_metrics(name, sets[name], step)
         self._rollouts.journal.wait()  # what is logged must come back after a kill
         _check_version([*greedy, *sampled, *(episode for episodes in sets.values() for episode in episodes)])
-        if greedy:
-            self._warn_without_success(step)
         return Evaluation(metrics, greedy, sampled, sets)
 
     def _run_default(self, step: int) -> tuple[list[Episode], list[Episode]]:
@@ -158,24 +152,6 @@ class RolloutEvaluator:
         known = [[reward for reward in group if reward is not None] for group in rewards_by_row(sampled, n)]
         passed = [max(group) >= threshold for group in known if len(group) == n]
         return {pass_at(n): float(np.mean(passed))} if passed else {}
-
-    def _warn_without_success(self, step: int) -> None:
-        """Say once, after the second evaluation or the last step, that no reward has been a success."""
-        threshold, largest = self.cfg.reward.success_threshold, self._rollouts.largest_reward
-        self._count += 1
-        due = self._count == 2 or (self._count == 1 and step == self.cfg.total_steps)
-        if due and -math.inf < largest < threshold and not self._has_succeeded():
-            LOG.warning(
-                "no reward has reached reward.success_threshold=%g yet (the largest: %.4g), so val/accuracy is "
-                "0; set the threshold to the reward of a success, or choose trainer.best_metric=val/reward/mean",
-                threshold,
-                largest,
-            )
-
-    def _has_succeeded(self) -> bool:
-        """Whether an earlier start of this run has measured an accuracy above 0."""
-        rows = read_metrics(os.path.join(self.cfg.trainer.run_dir, METRICS_FILE))
-        return any(value > 0 for value in values_of(rows, "val/accuracy"))
 
 
 def rewards_by_row(episodes: Sequence[Episode], n: int) -> list[list[float | None]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from trainer.config import Config
 from trainer.config.engines import engines_with
 from trainer.config.fields import config_error
-from trainer.environments.preflight import check_environment
+from trainer.environments.base import check_options
 from trainer.errors import UserError, sentences_of
 from trainer.rewards.terms import reward_functions
 
@@ -20,7 +20,7 @@ def check_source(cfg: Config) -> None:
         cfg: of a run on the source alone (`Config.of_source`).
     """
     if cfg.environment.name is not None:
-        check_environment(cfg.environment)
+        check_options(cfg.environment.name, cfg.environment.kwargs)
         _check_agent(cfg)
     elif cfg.task.reward_functions:
         reward_functions(cfg.reward)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +68,7 @@ class GroupRecord:
         """Return the episodes that the journal has, by the indices of their requests."""
         if not self._members:
             return {}
-        return self._take(self.journal.find(self.step, list(self._members), self._history))
+        return self._take(self.journal.find(self.step, list(self._members)))
 
     def _take(self, found: Mapping[str, Sequence[Episode]]) -> dict[int, Episode]:
         self._kept |= found.keys()
@@ -119,8 +118,6 @@ class Group:
     """Those that the journal had, by the indices of their requests."""
     made: dict[int, Episode] = field(default_factory=dict)
     """Those that were run."""
-    accepts: list[Callable[[], None]] = field(default_factory=list)
-    """Called when a step uses the rewards."""
 
     @property
     def missing(self) -> list[int]:
@@ -144,10 +141,6 @@ class _Asks:
 
     def finish(self) -> None:
         self._together.finish(self)
-
-    @property
-    def paused_s(self) -> float:
-        return self._together.engines.paused_s
 
 
 class _Together:
@@ -234,8 +227,6 @@ class Rollouts:
         self.cfg = cfg
         self.journal = journal
         self.engines = engines
-        self.largest_reward = -math.inf
-        """Of all episodes so far."""
         self._stop_tokens = stop_tokens
         self.routes = routes
         self._counts: Counter[str] = Counter()
@@ -340,7 +331,6 @@ class Rollouts:
             )
         if not asks:
             on_asked()
-        self.note_rewards([episode for group in groups for episode in group.episodes])
         return groups
 
     async def _find(self, group: Group) -> None:
@@ -396,7 +386,6 @@ class Rollouts:
             scores = await scoring.score(group.order, inputs)
         finally:
             self._count("reward", -1)
-        group.accepts.append(scores.accept)
         return {
             index: _with_reward(group, one, *result)
             for (index, one), result in zip(episodes.items(), scores.each(), strict=True)
@@ -440,14 +429,7 @@ class Rollouts:
             purpose,
         )
         for group in groups:
-            for accept in group.accepts:
-                accept()
             group.record.accept()
-
-    def note_rewards(self, episodes: Sequence[Episode]) -> None:
-        """Let these episodes count in `largest_reward`."""
-        rewards = [episode.reward for episode in episodes if episode.reward is not None]
-        self.largest_reward = max([self.largest_reward, *rewards])
 
     def sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
         return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)

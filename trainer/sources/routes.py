@@ -14,7 +14,7 @@ from trainer.config.schema import is_open
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
 from trainer.files.documents import flatten
 from trainer.files.redaction import redact
-from trainer.journal.history import identity, interpreters_of
+from trainer.journal.history import identity
 from trainer.rewards.scorer import Scorer
 
 VAL_SETS = "val_sets."
@@ -89,7 +89,7 @@ def _digest(cfg: Config) -> str:
     flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=is_open)
     keys = [key for key, rule in resume_rules(cfg).items() if rule.change == "rollouts"]
     deciding = {key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}
-    return identity(deciding, {}, "", interpreters_of(cfg)).rollouts
+    return identity(deciding, {}, "").rollouts
 
 
 def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:

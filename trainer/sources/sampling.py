@@ -31,7 +31,6 @@ from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part
-from trainer.sources.dynamic_sampling import choose_groups, have_different_rewards
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
 from trainer.sources.prompts import prompt_ledger
 from trainer.sources.rollouts import Rollouts
@@ -136,21 +135,17 @@ class SamplingSource:
 
     @property
     def repeats(self) -> bool:
-        return self._engines.repeats and not self.cfg.has_time_limits
+        return self._engines.repeats
 
     @property
     def epoch(self) -> float:
         return self.ledger.epoch
 
     def start(self, version: int, is_initial: bool) -> None:
-        """Wait for the engines, and bring them to the policy's weights unless these are the ones they started with.
-
-        If the journal has rollouts of the first step, the ranks train from it while the engines still load.
-        """
+        """Wait for the engines, and bring them to the policy's weights unless these are the ones they started with."""
         if self._dropped_line:
             LOG.info(self._dropped_line)
-        may_defer = not self.cfg.rollout.works_ahead and self.rollouts.journal.has_records(version)
-        self._engines.start(version, is_initial, may_defer)
+        self._engines.start(version, is_initial)
         self._version, self._history = version, self.rollouts.journal.history
         self._loop.call(self._admit)
 
@@ -195,7 +190,6 @@ class SamplingSource:
     async def _next(self, step: int) -> StepBatch:
         self._admit()  # in case the run has gone back to a checkpoint
         if step in self._held:
-            self.rollouts.note_rewards(self._held[step].episodes)
             return self._held[step]
         if step not in self._steps:
             self._begin(step)
@@ -415,3 +409,29 @@ def _reward_table(groups: Sequence[RowGroup]) -> np.ndarray:
     return np.asarray(
         [[np.nan if episode.reward is None else episode.reward for episode in group.episodes] for group in groups]
     )
+
+
+def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
+    """Choose the first `wanted` groups that teach something, of those sampled so far.
+
+    Args:
+        rewards: `(P, n)`, NaN where a reward failed.
+        complete: no more will be sampled: fill up with the first of the others.
+
+    Returns:
+        the indices of the chosen groups, ascending, and how many groups are used up: all up to the last one that was
+        looked at. None when more must be sampled.
+    """
+    informative = np.flatnonzero(have_different_rewards(rewards))[:wanted].tolist()
+    if len(informative) == wanted:
+        return informative, informative[-1] + 1
+    if not complete:
+        return None
+    others = [i for i in range(len(rewards)) if i not in set(informative)]
+    return sorted(informative + others[: wanted - len(informative)]), len(rewards)
+
+
+def have_different_rewards(rewards: np.ndarray) -> np.ndarray:
+    """Return `(P,)`, true where at least two of the rewards `(P, n)` that did not fail (not NaN) differ."""
+    failed = np.isnan(rewards)
+    return np.where(failed, -np.inf, rewards).max(axis=1) > np.where(failed, np.inf, rewards).min(axis=1)

@@ -14,7 +14,8 @@ from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.fields import config_error
-from trainer.journal.history import identity, interpreters_of
+from trainer.errors import WorkerError
+from trainer.journal.history import identity
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.prometheus import MetricsServer
@@ -23,7 +24,6 @@ from trainer.models.checks import check_axes, check_tokenizer, check_vocabularie
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process.startup import stage
-from trainer.rewards.cache import RewardCache
 from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
@@ -56,15 +56,9 @@ class Ingredients:
     def tokenizer(self) -> Any:
         return tokenizer_of(self.cfg, self.path)
 
-    @cached_property
-    def reward_cache(self) -> RewardCache:
-        return RewardCache(self.cfg.trainer.run_dir, self.fence)
-
     def with_config(self, cfg: Config) -> Ingredients:
         """Return the same with the config of one source of the data."""
-        given = dataclasses.replace(self, cfg=cfg)
-        given.reward_cache = self.reward_cache
-        return given
+        return dataclasses.replace(self, cfg=cfg)
 
 
 class InputCheck(Protocol):
@@ -210,10 +204,9 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
     rollouts, updates = deciding_settings(cfg)
     journal = Journal(
         cfg.trainer.run_dir,
-        identity(rollouts, updates, fingerprint_weights(cfg, path, begins=False), interpreters_of(cfg)),
-        directory.check,
+        identity(rollouts, updates, fingerprint_weights(cfg, path, begins=False)),
+        directory.locks.check if store.keeps_record else directory.check,
         store.storage if store.keeps_record else None,
-        directory.locks.check,
         is_on=cfg.rollout.journal,
         tells_lack=cfg.task.generates,
         timer=timer,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.storage import JOURNAL, RECORDS, age_of_records, open_storage, records_in
+from trainer.checkpoint.storage import JOURNAL, records_in
 from trainer.data.records import decode_groups, decode_scores, key_of_group
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
@@ -72,12 +72,11 @@ def find_steps(run_dir: str) -> list[StepFiles]:
     """
     found = {step: StepFiles(step, TRAINING, "rollouts", (path,)) for step, path in kept_files(run_dir).items()}
     records: dict[int, list[str]] = {}
-    if os.path.isdir(os.path.join(run_dir, JOURNAL)):
-        for name, step in records_in(open_storage(run_dir)).items():
-            if name.endswith(RECORDS):
-                records.setdefault(step, []).append(os.path.join(run_dir, JOURNAL, name))
+    if os.path.isdir(journal := os.path.join(run_dir, JOURNAL)):
+        for name, step in records_in(os.listdir(journal)).items():  # the oldest first
+            records.setdefault(step, []).append(os.path.join(journal, name))
     for step, paths in records.items():
-        found.setdefault(step, StepFiles(step, TRAINING, "journal", tuple(sorted(paths))))
+        found.setdefault(step, StepFiles(step, TRAINING, "journal", tuple(paths)))
     folder = os.path.join(run_dir, VALIDATION_FOLDER)
     evaluated = []
     for name in os.listdir(folder) if os.path.isdir(folder) else []:
@@ -146,12 +145,7 @@ def _read_episodes(files: StepFiles) -> list[Scored]:
     The episodes of a group may be in several files.
     """
     groups: dict[str, tuple[str | None, dict[str, Scored]]] = {}  # the key of each group, and its episodes by uid
-    present = [
-        (age_of_records(os.path.basename(path), status.st_mtime_ns), path)
-        for path in files.paths
-        if (status := _status(path)) is not None
-    ]
-    for _, path in sorted(present):
+    for path in files.paths:
         try:
             with open_regular(path) as file:
                 content = file.read()

@@ -28,7 +28,6 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.kwargs",
     "environment.max_turns",
     "environment.max_tokens",
-    "environment.max_seconds",
     "environment.agent_sampling",
     "algorithm.old_logprobs",
     "model.trust_remote_code",

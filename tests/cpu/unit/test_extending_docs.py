@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.episodes import step_all
 from tests.support.jobs import comparable, metrics
 from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.rewards import reward_pool, score
@@ -255,12 +256,12 @@ def test_the_environment(module):
     assert set(config.kwargs) <= set(options_of(import_function(config.name, "environment.name").__init__))
     with EnvironmentPool(config, 1000) as pool:
         session = Session({"below": 4}, seed=2)
-        pool.step_all([session])
+        step_all(pool, [session])
         assert session.steps[0].messages[0]["content"] == "Guess my number, from 0 to 3."
         number = Random(2).randrange(4)
         for guess in range(number + 1):
             session.replies.append({"role": "assistant", "content": f" {guess}"})
-            pool.step_all([session])
+            step_all(pool, [session])
             assert session.steps[-1].done == (guess == number)
         rewards = [step.reward for step in session.steps]
         assert rewards == [0.0] * (number + 1) + [(5 - number) / 5] and not session.failure

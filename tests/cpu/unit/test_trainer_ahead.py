@@ -62,7 +62,7 @@ class Engines(Replies):
         self.chance: Callable[[], str] = lambda: ""
         self.fail: Callable[[Sequence[Request]], None] = lambda requests: None
 
-    def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
+    def start(self, version: int, is_initial: bool) -> None:
         self.sync_weights(version, "abort")
 
     def sync_weights(self, version: int, running: str) -> None:

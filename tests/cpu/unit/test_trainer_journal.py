@@ -19,7 +19,7 @@ from tests.support.replies import Replies, evaluator_beside, sampling_source
 from tests.support.runs import configured
 from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.storage import open_storage, records_in, remove_records
+from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
 from trainer.config import Config, DataConfig, RewardConfig
 from trainer.generation.engine import Completion, Request, by_length
 from trainer.generation.transformers_engine import TransformersEngine
@@ -44,10 +44,9 @@ class Chance(Replies):
     def __init__(self, tokenizer: Any):
         super().__init__(tokenizer, lambda prompt, number, sampling: os.urandom(4).hex()[: 1 + number])
         self.repeats = False
-        self.may_load_later = False
 
-    def start(self, version: int, is_initial: bool, may_defer: bool) -> None:
-        self.may_load_later = may_defer
+    def start(self, version: int, is_initial: bool) -> None:
+        pass
 
     def sync_weights(self, version: int, running: str) -> None:
         pass
@@ -77,7 +76,6 @@ def run(
     model: str,
     kill_in: int | None = None,
     repeats: bool = False,
-    defers: bool | None = None,
     copy_to: Path | None = None,
 ) -> int:
     """Run to the end, or to a kill at the begin of the update of a step; returns how many completions were generated.
@@ -85,7 +83,6 @@ def run(
     Args:
         copy_to: gets the files of the moment of the kill; the end of this process writes more.
         repeats: what the engines say of themselves.
-        defers: whether the run must begin without its engines. None: it may, or not.
     """
     with RunDirectory(cfg).open() as directory:
         tokenizer, timer, learner = load_tokenizer(model), Timer(), ToyLearner()
@@ -111,7 +108,6 @@ def run(
             trainer.fit()
         except Killed:
             directory.checkpoints.wait()
-        assert defers in (None, engines.may_load_later)
         return len(engines.seeds)
 
 
@@ -126,10 +122,10 @@ def test_steps_that_are_trained_again_are_as_they_were(tmp_path, model, caplog):
     """With `on_resume_mismatch=stop`, a step that is trained on anything else would end the run."""
     caplog.set_level("INFO")
     cfg = settings(tmp_path)
-    assert run(cfg, model, kill_in=4, defers=False) == 2 + 4 * ONE_STEP - 2, "its initial weights are validated"
+    assert run(cfg, model, kill_in=4) == 2 + 4 * ONE_STEP - 2, "its initial weights are validated"
     before = rows_of(tmp_path)
     assert {*before} == {0, 1, 2, 3}
-    generated = run(cfg, model, kill_in=6, defers=True)
+    generated = run(cfg, model, kill_in=6)
     assert generated == 2 * ONE_STEP, "the validation of step 4, step 5, and step 6 without it"
     assert "of steps 3 to 4, 8 groups came from the journal and 2 were generated\n" in caplog.text + "\n"
     assert "resume verified: 1 replayed step identical" in caplog.text
@@ -180,7 +176,10 @@ def test_records_are_not_used_after_steps_that_were_trained_without_the_journal(
     cfg.rollout.journal = True
     caplog.clear()
     assert run(cfg, model, kill_in=4) == 2 * ONE_STEP - 2
-    assert "0 groups came from the journal" in caplog.text and "not used: 8 of another history" in caplog.text
+    assert (
+        "0 groups came from the journal" in caplog.text
+        and "not used: 8 of another config, code, history" in caplog.text
+    )
 
 
 def test_a_start_without_the_journal_deletes_the_records_of_steps_that_it_trains_otherwise(tmp_path, model):
@@ -250,13 +249,14 @@ def test_a_machine_with_an_empty_disk_brings_the_records_from_the_store(tmp_path
         cfg = settings(tmp_path, ckpt_path=make_bucket("records") + "/run")
         store = open_storage(cfg.trainer.ckpt_path)
         run(cfg, model, kill_in=4)
-        assert {*records_in(store).values()} >= {3, 4}
+        assert {*records_in(store.names(JOURNAL)).values()} >= {3, 4}
         shutil.rmtree(tmp_path / "run")
         assert run(cfg, model, kill_in=5) == ONE_STEP, "the validation of step 4, and step 5 without it"
         shutil.rmtree(tmp_path / "run")
-        remove_records(store, lambda step: True)
+        for name in store.names(JOURNAL):
+            store.delete(f"{JOURNAL}/{name}")
         assert run(cfg, model) == 2 * ONE_STEP
-        assert [*rows_of(tmp_path)] == [*range(STEPS + 1)] and {*records_in(store).values()} <= {5, 6}
+        assert [*rows_of(tmp_path)] == [*range(STEPS + 1)] and {*records_in(store.names(JOURNAL)).values()} <= {5, 6}
 
 
 class Batches(Chance):

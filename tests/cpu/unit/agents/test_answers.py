@@ -7,68 +7,55 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.cpu.unit.agents.test_chat_request import parse
-from trainer.agents.answers import Answer, Choice
+from trainer.agents.episode import Answer
 from trainer.agents.messages import read_reply
 from trainer.generation.engine import Completion
 
 CALLS = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>'
 
 
-class Letters:
-    """A tokenizer of letters."""
-
-    def decode(self, token_ids: Any) -> str:
-        return "".join(map(chr, token_ids))
-
-
-def answer(*texts: str, reason: str = "stop", **fields: Any) -> Answer:
-    choices = []
-    for i, text in enumerate(texts):
-        completion = Completion(list(map(ord, text)), [-0.5] * len(text), reason, 1)
-        turn: Any = SimpleNamespace(key=f"ab::{i}", prompt_length=5, completed=completion)
-        choices.append(Choice(turn, read_reply(text, reads_calls=True)))
-    return Answer(parse(**fields), "policy", choices)
+def answer(text: str, reason: str = "stop", **fields: Any) -> Answer:
+    completion = Completion(list(map(ord, text)), [-0.5] * len(text), reason, 1)
+    turn: Any = SimpleNamespace(key="ab::0", prompt_length=5, completed=completion)
+    return Answer(parse(**fields), "policy", turn, read_reply(text, reads_calls=True))
 
 
 def events_of(given: Answer) -> list[Any]:
-    text = b"".join(given.events(Letters())).decode()
+    text = b"".join(given.events()).decode()
     *events, end, rest = text.split("\n\n")
     assert end == "data: [DONE]" and rest == ""
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def test_an_answer_has_what_clients_read():
-    whole = answer("ab", "c").whole(Letters())
-    assert [choice["message"] for choice in whole["choices"]] == [
-        {"role": "assistant", "content": "ab"},
-        {"role": "assistant", "content": "c"},
-    ]
-    assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "stop"]
-    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    whole = answer("ab").whole()
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert whole["choices"][0]["finish_reason"] == "stop"
     assert (whole["object"], whole["model"]) == ("chat.completion", "policy")
-    assert answer("", reason="length").whole(Letters())["choices"][0] == {
+    assert answer("", reason="length").whole()["choices"][0] == {
         "index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "length", "logprobs": None
     }  # fmt: skip
 
 
 def test_calls_of_tools_have_ids_that_are_the_same_again():
-    (choice,) = answer(CALLS).whole(Letters())["choices"]
+    (choice,) = answer(CALLS).whole()["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Hm"
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [
         {"name": "f", "arguments": '{"a": 1}'},
         {"name": "g", "arguments": "{}"},
     ]
     ids = [call["id"] for call in choice["message"]["tool_calls"]]
-    assert len(set(ids)) == 2 and ids == [call["id"] for call in answer(CALLS).choices[0].calls()]
-    assert answer(CALLS[3:]).whole(Letters())["choices"][0]["message"]["content"] is None
+    assert len(set(ids)) == 2 and ids == [
+        call["id"] for call in answer(CALLS).whole()["choices"][0]["message"]["tool_calls"]
+    ]
+    assert answer(CALLS[3:]).whole()["choices"][0]["message"]["content"] is None
 
 
 def test_events_add_up_to_the_answer():
-    events = events_of(answer("ab", CALLS))
-    for index, text, reason in ((0, "ab", "stop"), (1, "Hm", "tool_calls")):
-        own = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
-        assert "".join(choice["delta"].get("content") or "" for choice in own) == text
-        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + [reason]
+    events = events_of(answer(CALLS))
+    own = [event["choices"][0] for event in events]
+    assert "".join(choice["delta"].get("content") or "" for choice in own) == "Hm"
+    assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["tool_calls"]
     calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f"), (1, "g")]
     assert all("usage" not in event for event in events)
@@ -78,14 +65,3 @@ def test_a_stream_ends_with_the_usage_if_that_is_wanted():
     *events, last = events_of(answer("ab", stream_options={"include_usage": True}))
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 2
     assert all(event["usage"] is None for event in events)
-
-
-def test_log_probs_are_those_of_the_tokens():
-    for choice in (
-        answer("ab", logprobs=True).whole(Letters())["choices"][0],
-        events_of(answer("ab", logprobs=True))[0]["choices"][0],
-    ):
-        content = choice["logprobs"]["content"]
-        assert [(one["token"], one["logprob"], one["bytes"]) for one in content] == [
-            ("a", -0.5, [97]), ("b", -0.5, [98])
-        ]  # fmt: skip

@@ -16,8 +16,7 @@ from tests.support.agents import runs_of
 from tests.support.chat_templates import LAST_USER
 from trainer.agents.call_tree import CallTree
 from trainer.agents.chat_request import ChatRequest, Rules, parse_request
-from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage
+from trainer.agents.messages import ApiError, ChatMessage
 from trainer.generation.engine import Completion, Sampling
 
 USUAL = Sampling(1.0, 1.0, -1, 32, (4,))
@@ -48,9 +47,10 @@ class Talk:
         self.given: list[tuple[list[int], list[int], list[float]]] = []
 
     def ask(self, messages: list[Any], *replies: str, delivered: bool = True, **fields: Any) -> list[dict[str, Any]]:
-        request = request_of(messages, n=len(replies), **fields)
+        request = request_of(messages, **fields)
         said = []
-        for turn, text in zip(self.tree.begin(request), replies, strict=True):
+        for text in replies:
+            turn = self.tree.begin(request)
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
             logprobs = [-float(len(self.given) + 1) - i / 8 for i in range(len(tokens))]
             reply = self.tree.answer(turn, Completion(tokens, logprobs, "stop", len(self.given)), request)
@@ -278,7 +278,7 @@ def test_the_memory_of_an_episode_grows_with_its_tokens(tokenizer):
         for i in range(turns):
             messages.append(user(f"{i} " + "x" * 100))
             request = request_of(messages)
-            (turn,) = tree.begin(request)
+            turn = tree.begin(request)
             tokens = tokenizer.encode("y" * 20 + "<|end|>", add_special_tokens=False)
             messages.append(returned(tree.answer(turn, Completion(tokens, [-1.0] * len(tokens), "stop", 1), request)))
             turn.is_delivered = True

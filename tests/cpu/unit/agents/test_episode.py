@@ -14,7 +14,7 @@ from tests.support.agents import runs_of
 from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
-from trainer.agents.errors import ApiError
+from trainer.agents.messages import ApiError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.seeding import turn_seed
 
@@ -58,7 +58,7 @@ class Talk:
             with self.episode.delivering(call):
                 if breaks:
                     raise ConnectionResetError
-            return answer.choices[0].message.content
+            return answer.message.content
 
         task = asyncio.ensure_future(call())
         await asyncio.sleep(0)
@@ -130,22 +130,11 @@ async def test_the_same_request_again_is_another_call(talk):
     assert not talk.episode.tree.is_sequential
 
 
-@over
-async def test_an_idempotency_key_names_a_call(talk):
-    first = await talk.send(headers={"Idempotency-Key": "k"})
-    talk.answer()
-    assert await first == await (await talk.send(headers={"Idempotency-Key": "k"})) == "ok"
-    other = await talk.send("other", headers={"Idempotency-Key": "k"})
-    with pytest.raises(ApiError, match="an earlier request with this key had another body"):
-        await other
-    assert len(talk.requests) == 1
-
-
 def test_seeds_depend_on_the_prompt_and_not_on_the_order(tokenizer):
     async def seeds(*texts: str) -> dict[str, set[int]]:
         talk = Talk(tokenizer, max_turns=9)
         for text in texts:
-            await talk.send(text, seed=3 if text == "c" else None)
+            await talk.send(text)
         found: dict[str, set[int]] = {}
         for text, request in zip(texts, talk.requests, strict=True):
             found.setdefault(text, set()).add(request.seed)
@@ -155,23 +144,12 @@ def test_seeds_depend_on_the_prompt_and_not_on_the_order(tokenizer):
 
 
 @over
-async def test_several_replies_are_one_call(talk):
-    task = await talk.send(n=3)
-    for text in ("1<|end|>", "2<|end|>"):
-        talk.answer(text)
-    assert not task.done()
-    talk.answer("3<|end|>")
-    assert await task == "1" and replies(talk) == 3
-
-
-@over
 async def test_an_episode_has_so_many_replies(talk):
-    await talk.send(n=3)
-    task = await talk.send("b", n=2)
-    with pytest.raises(ApiError, match=r"environment.max_turns=4: the episode has had 3 replies, and .* wants 2 more"):
-        await task
-    assert talk.episode.limit == "turns" and len(talk.requests) == 3
-    await talk.send("c")
+    for text in "abcd":
+        await talk.send(text)
+    with pytest.raises(ApiError, match=r"environment.max_turns=4: the episode has had them"):
+        await (await talk.send("e"))
+    assert talk.episode.limit == "turns" and len(talk.requests) == 4
     while talk.pending:
         talk.answer()
     assert talk.episode.limit == ""
@@ -237,12 +215,11 @@ async def test_a_reply_that_cannot_be_read_ends_its_call_with_an_error(talk):
         raise RecursionError("too deep")
 
     talk.episode.start_clock()
-    task = await talk.send(n=2)
+    task = await talk.send()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(talk.episode.tree, "answer", broken)
         talk.answer()
-    talk.answer()
-    for failed in (task, await talk.send(n=2, headers=RETRY)):
+    for failed in (task, await talk.send(headers=RETRY)):
         with pytest.raises(ApiError, match="the reply cannot be read: RecursionError: too deep") as refusal:
             await failed
         assert refusal.value.status == 500

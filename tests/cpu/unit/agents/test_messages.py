@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.agents.errors import ApiError
-from trainer.agents.messages import ChatMessage, parse_messages, parse_tools, read_reply
-from trainer.environments.calls import ToolCall
+from trainer.agents.messages import ApiError, ChatMessage, parse_messages, parse_tools, read_reply
+from trainer.environments.tools import ToolCall
 
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":1, "a": 2}'}}
 

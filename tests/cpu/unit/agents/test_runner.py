@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from trainer.agents.runner import AgentRunner
 from trainer.config import Config, EnvironmentConfig
 from trainer.episodes import Episode
 from trainer.errors import UserError
-from trainer.process import time_limits
 
 AGENTS = "tests.support.agents"
 
@@ -88,32 +86,6 @@ def test_an_agent_that_takes_too_long_is_ended(tokenizer, tmp_path, name, do):
         again, late = run(runner, policy, requests_of(*rows))
     assert (again.status, again.text) == ("stop", "ok")
     assert (late.status, late.failure) == ("timeout", "run took longer than environment.timeout_s=2")
-
-
-def test_an_episode_may_take_so_long(tokenizer):
-    """Also one whose agent goes on when it is cancelled."""
-    with runner_of(tokenizer, "AsyncOneCall", max_seconds=0.5) as runner:
-        rows = ({"prompt": "a", "do": do} for do in ("wait", "stay"))
-        for late in run(runner, Policy(tokenizer, lambda *_: "ok"), requests_of(*rows)):
-            assert (late.status, late.failure) == ("timeout", "run was not done after environment.max_seconds=0.5")
-
-
-class SlowToWake(Policy):
-    """A policy whose engines cannot generate most of the time."""
-
-    @property
-    def paused_s(self) -> float:  # type: ignore[override]
-        return 1000.0 * time.monotonic()
-
-
-def test_the_start_of_engines_does_not_count_as_time_of_an_agent(tokenizer):
-    def say(prompt: str, seed: int) -> str:
-        time.sleep(2 * time_limits.POLL_INTERVAL_S)  # so the agent is looked at before its second call
-        return "ok"
-
-    with runner_of(tokenizer, "OneCall", kwargs={"times": 2}, max_seconds=1e-9) as runner:
-        (one,) = run(runner, SlowToWake(tokenizer, say), requests_of({"prompt": "a"}))
-    assert (one.status, one.turns, one.failure) == ("stop", 2, "")
 
 
 def test_agents_reach_the_policy_where_others_are_reached_through_a_proxy(tokenizer, monkeypatch):

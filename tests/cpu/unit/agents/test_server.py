@@ -122,7 +122,8 @@ def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):
         served.client.chat.completions.create(model="policy", messages=SAID, temperature=0.2)
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'; the policy is called policy"):
         served.client.chat.completions.create(model="gpt-4o", messages=SAID)
-    served.client.chat.completions.create(model="policy", messages=SAID, n=5)
+    for _ in range(5):
+        served.client.chat.completions.create(model="policy", messages=SAID)
     with pytest.raises(openai.BadRequestError, match="environment.max_turns=5"):
         served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.policy.asked) == 5

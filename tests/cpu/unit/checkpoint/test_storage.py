@@ -15,10 +15,7 @@ from tests.support.gcs import gcs_server, use_gcs
 from trainer.checkpoint.storage import (
     Storage,
     StoreError,
-    age_of_records,
     open_storage,
-    order_of_records,
-    step_of_records,
 )
 
 
@@ -127,15 +124,6 @@ def test_a_large_object_is_complete_although_answers_are_lost(bucket_behind_prox
 def test_a_bucket_that_is_missing_is_named(bucket_behind_proxy):
     with pytest.raises(StoreError, match="there is no bucket nowhere"):
         open_storage("s3://nowhere/run").put_if("a", b"1", None)
-
-
-def test_a_file_of_the_journal_is_newer_than_those_with_lower_numbers():
-    names = [f"step_7-{number}{'0' * 32}.arrow" for number in ("", "9-", "10-")]
-    assert [step_of_records(name) for name in names] == [7, 7, 7] and step_of_records("step_7-10-0.arrow") is None
-    assert [order_of_records(name) for name in names] == [0, 9, 10]
-    of_store, here = ([age_of_records(name, time) for name in names] for time in (0, 1))
-    assert [*of_store, *here] == sorted([*here, *of_store])
-    assert age_of_records(names[0], 1) < age_of_records(names[0], 2)
 
 
 def uploads(bucket: str) -> list:

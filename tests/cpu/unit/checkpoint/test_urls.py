@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 
@@ -11,7 +10,7 @@ import pytest
 from tests.support.buckets import KEY, SECRET, make_bucket, use_s3
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.uploads import open_tiers
 
@@ -34,12 +33,8 @@ def test_the_commands_take_urls(s3, capsys, tmp_path, tmp_path_factory):
     status, listed = run(capsys, "ls", root)
     assert status == 0 and listed.count("  sizes agree") == 4 and "also there" not in listed
     assert run(capsys, "verify", root)[0] == 0
-    records = [open_storage(root), open_storage(str(tmp_path / "run"))]
-    for storage, step in itertools.product(records, (3, 4)):
-        storage.put(f"{JOURNAL}/step_{step}-{'0' * 32}.arrow", b"")
     assert run(capsys, "rollback", root, "--to", "3")[0] == 0
     assert open_store(root).steps() == [1, 2, 3]
-    assert [[*records_in(storage).values()] for storage in records] == [[3], [3]], "they are generated again"
     assert "not a checkpoint" in run(capsys, "verify", f"{root}/global_step_9")[1]
     assert "no checkpoint is there" in run(capsys, "ls", f"{root}/elsewhere")[1]
 

@@ -114,11 +114,6 @@ def test_a_validation_set_may_have_an_environment_beside_penalties_of_long_compl
     assert config_of([*SET, *words]).data.val_sets["math"].environment.name == "a:B"
 
 
-def test_a_set_without_the_environment_of_the_run_needs_not_its_interpreter():
-    words = ["environment.name=a:B", "environment.python=/usr/bin/python3", "data.val_sets.math.environment.name=null"]
-    assert config_of([*SET, *words]).data.val_sets["math"].environment.python is None
-
-
 def test_validation_sets_alone_are_validation():
     files = ["data=files", "data.train_files=[a.jsonl]", *SET]
     assert config_of(files).validates(10) and not config_of([*files, "trainer.val_interval=-1"]).validates(10)

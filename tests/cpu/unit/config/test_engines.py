@@ -8,7 +8,7 @@ from tests.support.config import config_of
 from trainer.config import ENGINES, EngineSpec
 from trainer.config.engines import TRANSPORTS, engines_with, find_engine
 from trainer.errors import UserError
-from trainer.generation.engine import BUILT_IN, make_engine
+from trainer.generation.engine import BUILT_IN
 from trainer.import_utils import import_function
 
 
@@ -54,7 +54,6 @@ def test_an_engine_of_the_user_is_named_by_the_path_of_its_class_or_spec(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_engine("my_engines:Engine") == EngineSpec("my_engines:Engine")
     assert not find_engine("my_engines:SPEC").gpus
-    assert make_engine(config_of(["rollout.engine=my_engines:SPEC"]).engine, 1, 2).arguments == (1, 2)
     for name, problem in (("text", "has no function text"), ("function", "is a function; it must be an EngineSpec")):
         with pytest.raises(UserError, match=f"rollout.engine=my_engines:{name}: .*{problem}"):
             config_of([f"rollout.engine=my_engines:{name}"])

@@ -9,7 +9,6 @@ from tests.cpu.unit.config.contradictions import (  # noqa: F401
 from tests.support.config import config_of
 
 CONTRADICTIONS = [
-    (["environment.python=python3"], "environment.python=python3: is the interpreter of environment.name"),
     (["environment.name=guess"], "environment.name=guess: must be an import path package.module:Class"),
     (
         ["environment.name=guess:Guess", "algorithm.overlong_buffer=4"],
@@ -50,8 +49,6 @@ def test_engines_are_sized_for_the_longest_episode():
         rollout = cfg.rollout_of_engines
         assert cfg.longest_sequence == length == rollout.max_prompt_tokens + rollout.max_response_tokens
         assert rollout.max_response_tokens == completion and cfg.rollout.max_prompt_tokens == 64
-    assert config_of([*episodes, "environment.max_seconds=60"]).has_time_limits
-    assert not config_of([*plain, "environment.max_seconds=60"]).has_time_limits
 
 
 def test_one_source_decides_for_the_engines_of_all():

@@ -8,7 +8,7 @@ from trainer.config import Config
 from trainer.config.engines import ADAPTER, TRANSPORTS, TransportSpec, find_transport
 from trainer.config.rules import check_rollout
 from trainer.errors import UserError
-from trainer.generation.transport import BUILT_IN, Transport, TransportBase
+from trainer.generation.transport import BUILT_IN, Transport
 
 
 @pytest.mark.parametrize("spec", [*TRANSPORTS.values(), ADAPTER], ids=[*TRANSPORTS, "adapter"])
@@ -26,7 +26,7 @@ def test_every_transport_can_be_chosen(name):
     check_rollout(cfg)
 
 
-class Http(TransportBase):
+class Http(Transport):
     """A way of the user."""
 
 

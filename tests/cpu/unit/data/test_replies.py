@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import normalizers
 
 from tests.cpu.unit.agents.test_call_tree import request_of
 from tests.support.episodes import Policy, run
 from tests.support.generation import SAMPLED
 from trainer.agents.call_tree import CallTree
-from trainer.config import Config, DataConfig
+from trainer.config import Config
 from trainer.data.datasets import Prompt
-from trainer.data.replies import changed_answer, reply_text
+from trainer.data.replies import reply_text
 from trainer.data.rollout_io import read_rollouts, write_rollouts
 from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import RolloutRequest, SingleTurnRunner
 from trainer.generation.engine import Completion
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.prompts import read_prompts
 
 REPLY = "[THINK]x[/THINK]<answer>1</answer>"
 MARKS = ["[THINK]", "[/THINK]", "<answer>", "</answer>", "<|turn_end|>", "<|channel|>"]
@@ -87,7 +83,7 @@ def test_a_template_that_refuses_its_own_tokens_gets_the_text_without_them(model
 def test_agents_get_that_text_and_a_stop_in_it_ends_it(tokenizer):
     def said(text: str, *stops: str) -> str:
         tree, request = CallTree(tokenizer, 1000), request_of([{"role": "user", "content": "x"}], stop=list(stops))
-        (turn,) = tree.begin(request)
+        turn = tree.begin(request)
         return tree.answer(turn, completion(tokenizer, text), request).content
 
     assert said(f"{REPLY}<|end|>") == said(f"{REPLY}<|turn_end|>") == REPLY
@@ -99,7 +95,7 @@ def test_calls_between_special_tokens_are_read(tokenizer):
     own = load_tokenizer(tokenizer.name_or_path)
     own.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
     tree = CallTree(own, 1000)
-    (turn,) = tree.begin(request)
+    turn = tree.begin(request)
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     (read,) = tree.answer(turn, completion(own, f"{call}<|end|>"), request).calls
     assert (read.name, read.arguments) == ("f", '{"a": 1}')

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.environments.calls import ToolCall, normal_arguments, read_calls, split_calls
+from trainer.environments.tools import ToolCall, normal_arguments, read_calls, split_calls
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text('aé<"\n'),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from trainer.environments.episode_runner import EnvironmentRunner, RolloutReques
 from trainer.episodes import Episode
 from trainer.errors import UserError, WorkerError
 from trainer.generation.engine import Completion, Request
-from trainer.sandbox import limits
 from trainer.seeding import environment_seed, request_seed
 
 
@@ -297,16 +295,6 @@ def test_an_environment_that_hangs_costs_its_own_episode(tokenizer):
     assert "step took longer than environment.timeout_s=3" in episodes[0].failure
 
 
-def test_environments_that_are_not_tried_any_more_end_their_episodes(tokenizer, monkeypatch):
-    monkeypatch.setattr(limits, "FAILED_TIME_LIMITS", 1)
-    rows = [{"do": "hang", "at": 1}] * 4 + [{"turns": 9}]
-    with runner_of(tokenizer, timeout_s=3.0, num_processes=1, max_error_rate=1.0) as runner:
-        episodes = run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))
-        again = run(runner, Policy(tokenizer, "a"), requests_of({"turns": 1}))
-    assert {one.status for one in episodes[:4]} == {"timeout"} and any("not tried" in one.failure for one in episodes)
-    assert [(one.status, one.reward) for one in again] == [("stop", 1.0)]
-
-
 def test_processes_that_cannot_start_end_the_run(tokenizer):
     with (
         runner_of(tokenizer, name="tests.support.environments:Missing") as runner,
@@ -326,31 +314,6 @@ def test_an_episode_has_at_most_as_many_tokens_as_the_config_says(tokenizer, mos
         assert len(one.samples[0].token_ids) <= most
         (bad,) = run(runner, Policy(tokenizer), requests_of({"prompt": "x" * 9}))
         assert bad.failure == "has first messages of 11 tokens; rollout.max_prompt_tokens is 5"
-
-
-def test_an_episode_gets_no_reply_after_its_time(tokenizer):
-    """One that is done by then counts as it is."""
-    rows = {"turns": 9}, {"turns": 1}
-    with runner_of(tokenizer, max_seconds=1e-9, max_error_rate=1.0) as runner:
-        never = run(runner, Policy(tokenizer), requests_of(*rows))
-        assert {(one.status, one.turns) for one in never} == {("timeout", 0)}
-        assert never[0].failure == "was not done after environment.max_seconds=1e-09"
-    with runner_of(tokenizer, max_seconds=1000.0) as runner:
-        assert {one.failure for one in run(runner, Policy(tokenizer, "a", "b", "c"), requests_of(*rows))} == {""}
-
-
-class SlowToWake(Policy):
-    """A policy whose engines cannot generate most of the time."""
-
-    @property
-    def paused_s(self) -> float:  # type: ignore[override]
-        return 1000.0 * time.monotonic()
-
-
-def test_the_start_of_engines_does_not_count_as_time_of_an_episode(tokenizer):
-    with runner_of(tokenizer, max_seconds=1e-9) as runner:
-        (one,) = run(runner, SlowToWake(tokenizer, "a"), requests_of({"turns": 1}))
-    assert (one.status, one.turns) == ("stop", 1)
 
 
 @pytest.mark.parametrize("at", ["reset", "step"])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.environments import user
 from trainer.config import EnvironmentConfig
-from trainer.environments.preflight import check_environment, try_environment
-from trainer.environments.sessions import EnvironmentPool, Session
-from trainer.errors import UserError, WorkerError
+from trainer.environments.base import check_options
+from trainer.environments.preflight import try_environment
+from trainer.errors import UserError
 
 OWN = """
 import clashing
@@ -44,23 +41,13 @@ class Own:
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory) -> str:
-    """The interpreter of another virtual environment: with psutil and one package, and nothing of ours."""
-    root = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=300)
-    (packages,) = root.glob("lib/python*/site-packages")
-    (packages / "psutil").symlink_to(Path(psutil.__file__).parent)
-    (packages / "clashing.py").write_text("VERSION = 'theirs'\n")
-    return str(root / "bin" / "python")
-
-
 @pytest.fixture(autouse=True)
 def module(tmp_path, monkeypatch) -> None:
     (tmp_path / "own_environment.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
 
 
+<<<<<<< HEAD
 def config(python: str | None, name: str = "own_environment:Own", **kwargs: int | str) -> EnvironmentConfig:
     return EnvironmentConfig(name=name, kwargs=kwargs, python=python, timeout_s=5.0)
 
@@ -85,12 +72,16 @@ def test_our_own_environments_run_in_another_interpreter(python):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in another interpreter", "in ours"])
 def test_what_cannot_run_is_refused_in_one_sentence(python, inside):
+=======
+def test_what_cannot_run_is_refused_in_one_sentence():
+>>>>>>> 45b2dada (Shorten the road of rollouts: one loop, one journal, plain processes)
     def refused(name: str = "own_environment:Own", **kwargs: int) -> str:
         with pytest.raises(UserError) as error:
-            check_environment(config(python if inside else None, name, **kwargs))
+            check_options(name, kwargs)
         assert "\n" not in str(error.value)
         return str(error.value)
 
+<<<<<<< HEAD
     if not inside:
         assert "No module named 'clashing'" in refused()
         said = refused("tests.support.retry:RetryEnv", tires=3)
@@ -110,6 +101,13 @@ def test_an_interpreter_that_cannot_run_environments_is_refused(tmp_path):
     broken.chmod(0o755)
     with pytest.raises(UserError, match="cannot run environments .no such thing.; it needs Python 3.11"):
         check_environment(config(str(broken)))
+=======
+    assert "No module named 'clashing'" in refused()
+    assert "unexpected keyword argument 'tires'" in refused("tests.support.retry:RetryEnv", tires=3)
+    assert "; it takes tries, again, prompt_key, answer_key, set by +environment.kwargs.NAME=VALUE" in refused(
+        "tests.support.retry:RetryEnv", tires=3
+    )
+>>>>>>> 45b2dada (Shorten the road of rollouts: one loop, one journal, plain processes)
 
 
 COUNTED = """
@@ -200,7 +198,7 @@ def test_an_environment_that_fails_is_refused_after_one_call(calls):
             r"reset returned a wrong value \(in counted.py:\d+\): there is no message",
             "__init__ reset close",
         ),
-        ({"fails_in": "reset", "status": 5}, {"prompt": "?"}, "ended its process .*5.*", "__init__ reset"),
+        ({"fails_in": "reset", "status": 5}, {"prompt": "?"}, "reset ended its process .*5.*", "__init__ reset"),
         (
             {"step": [1, 2, 3]},
             {"prompt": "?"},
@@ -250,9 +248,3 @@ def test_a_slow_environment_and_one_that_may_fail_are_no_reason_not_to_start(cal
     slow, failing = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert slow.removeprefix(start).removeprefix("reset ") == "took longer than environment.timeout_s=0.3"
     assert failing.startswith(f"{start}reset raised KeyError: 'price' in counted.py:")
-
-
-def test_an_environment_is_tried_in_its_own_interpreter(python):
-    try_environment(config(python), [{}], 1, "answer")
-    with pytest.raises(WorkerError, match="environment.name=own_environment:Own die as they start: .*'clashing'"):
-        try_environment(config(None), [{}], 1, "answer")

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.episodes import step_all
 from tests.support.jobs import wait_until
 from trainer.config import EnvironmentConfig
 from trainer.environments.sessions import EnvironmentPool, Session
@@ -37,17 +38,17 @@ def pool() -> Iterator[EnvironmentPool]:
 def play(pool: EnvironmentPool, *rows: dict[str, Any], turns: int = 2) -> list[Session]:
     """Sessions that have got the replies `a`, `bb`, … and are closed."""
     sessions = [Session({"turns": turns, **row}, seed=i) for i, row in enumerate(rows)]
-    pool.step_all(sessions)
+    step_all(pool, sessions)
     for turn in range(turns):
         for session in sessions:
             if not session.ended:
                 session.replies.append({"role": "assistant", "content": "abc"[turn] * (turn + 1)})
-        pool.step_all(sessions)
+        step_all(pool, sessions)
     for session in sessions:
         session.ended = True
-    pool.step_all(sessions)
-    assert all(session.worker is None for session in sessions)
-    assert all(not worker.sessions and not worker.batches for worker in pool._workers)
+    step_all(pool, sessions)
+    assert all(session.home is None for session in sessions)
+    assert all(not worker.sessions and not worker.calls for worker in pool._workers)
     return sessions
 
 
@@ -81,50 +82,32 @@ def test_an_environment_that_fails_again_costs_its_episode_alone(pool):
     for do, status, reason in [
         ("raise", "failed", r"step raised RuntimeError: it broke in \w+\.py:\d+"),
         ("exit", "failed", r"step raised SystemExit: 3 in \w+\.py:\d+"),
-        ("die", "failed", r"ended its process \(exit status 5\)"),
-        ("hang", "timeout", "(step )?took longer than environment.timeout_s=2"),
+        ("die", "failed", r"step ended its process \(exit status 5\)"),
+        ("hang", "timeout", "step took longer than environment.timeout_s=2"),
     ]:
         failed, *others = play(pool, {"do": do, "at": 1}, *[{"prompt": str(i)} for i in range(3)])
         assert failed.status == status and re.fullmatch(reason, failed.failure), failed.failure
         assert all(not session.failure and len(session.steps) == 3 for session in others)
 
 
-def test_an_environment_is_made_again_once():
-    answer = {"messages": [], "reward": 0.0, "done": False, "rewards": {}, "metrics": {}}
-    reply = {"role": "assistant", "content": "a"}
-    session = Session({}, seed=3)
-    session.take(answer)
-    session.replies.append(reply)
-    session.record_failure("timeout", "slow")
-    assert not session.ended and session.next_call()[1:] == ["reset", {}, 3], "it begins again, and nothing is lost"
-    assert len(session.steps) == 1
-    session.take(answer)
-    assert session.next_call()[1:] == ["step", reply]
-    session.record_failure("died", "died")
-    assert (session.ended, session.status, session.failure) == (True, "failed", "died")
-    session.fail("timeout", "later")
-    assert session.failure == "died", "the first reason counts"
-    assert session.next_call() is None, "there is nothing to close"
-
-
 def test_environments_are_spread_over_the_processes(pool):
     sessions = [Session({}, seed=i) for i in range(6)]
-    pool.step_all(sessions)
-    assert sorted(Counter(id(session.worker) for session in sessions).values()) == [3, 3]
+    step_all(pool, sessions)
+    assert sorted(Counter(id(session.home) for session in sessions).values()) == [3, 3]
     for session in sessions:
         session.ended = True
-    pool.step_all(sessions)
+    step_all(pool, sessions)
 
 
 def test_an_environment_that_answers_a_repeated_reply_in_another_way_has_failed(pool, tmp_path):
     (tmp_path / "x.1").touch()  # of an earlier process
     session = Session({"turns": 3, "do": "forget", "once": f"{tmp_path}/x"}, seed=0)
     session.replies.append({"role": "assistant", "content": "a"})
-    pool.step_all([session])
+    step_all(pool, [session])
     assert texts(session)[-1] == "1:a again"
     session.steps[1] = type(session.steps[1])([{"role": "user", "content": "1:a"}], 1.0)
-    session.answered = 0  # it is lost
-    pool.step_all([session])
+    session._answered = 0  # it is lost
+    step_all(pool, [session])
     assert session.failure.startswith("answered the same replies in another way")
 
 
@@ -157,20 +140,20 @@ def test_a_process_with_many_threads_that_hang_is_replaced():
     with pool_of("ThreadedEcho") as pool:
         good, *late = sessions = [Session({"turns": 2}, 0), *(Session({"do": "hang", "at": 0}, 0) for _ in range(16))]
         good.replies.append({"role": "assistant", "content": "a"})
-        pool.step_all([good])
+        step_all(pool, [good])
         process = pool._workers[0].process.pid
-        pool.step_all(late)
+        step_all(pool, late)
         assert {session.status for session in late} == {"timeout"}
         assert pool._workers[0].process.pid != process
         good.replies.append({"role": "assistant", "content": "bb"})
-        pool.step_all(sessions)
+        step_all(pool, sessions)
         assert (
             not good.failure
             and texts(good) == ["", "1:a"]
             and [step.done for step in good.steps] == [False, False, True]
         )
         good.ended = True
-        pool.step_all(sessions)
+        step_all(pool, sessions)
 
 
 @pytest.mark.parametrize("do", ["die", "hang"])
@@ -232,17 +215,7 @@ def test_processes_that_cannot_start_end_the_run(code, reason, tmp_path, monkeyp
     (tmp_path / "broken_world.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pool_of("broken_world:World") as pool, pytest.raises(WorkerError, match=reason):
-        pool.step_all([Session({}, 0)])
-
-
-def test_when_failed_calls_have_taken_too_much_time_the_others_are_not_tried(monkeypatch):
-    monkeypatch.setattr("trainer.sandbox.limits.FAILED_TIME_LIMITS", 1)
-    with pool_of("Echo", timeout_s=1.0) as pool:
-        sessions = play(pool, *[{"do": "hang", "at": 0}] * 20)
-        assert {session.status for session in sessions} == {"timeout"}
-        untried = [session for session in sessions if session.failure.startswith("was not tried: failed calls had")]
-        assert len(untried) >= 18
-        assert not play(pool, {})[0].failure  # the next round has the whole time again
+        step_all(pool, [Session({}, 0)])
 
 
 def test_nothing_is_left_when_the_pool_is_closed():

@@ -93,7 +93,7 @@ def test_only_an_environment_with_async_methods_runs_beside_others():
 
 
 def test_a_blocking_environment_runs_in_a_thread_and_several_only_if_its_class_allows_it():
-    assert handler("Late").is_concurrent and not handler("Scripted").is_concurrent and handler("Scripted").in_turn
+    assert handler("Late").is_concurrent and not handler("Scripted").is_concurrent
     EVENT.set()
     answer({}, "step", kind="Late")
     assert BEGUN.get(timeout=60) is not threading.main_thread()

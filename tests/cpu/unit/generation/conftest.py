@@ -59,14 +59,9 @@ def cluster(launcher) -> Iterator[ProcessCluster]:
 
 
 @pytest.fixture(scope="session")
-def profile_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
-
-
-@pytest.fixture(scope="session")
-def vllm_engine(launcher, model_paths, profile_dir) -> Iterator[RemoteEngine]:
+def vllm_engine(launcher, model_paths) -> Iterator[RemoteEngine]:
     with ProcessCluster(Config(), "cpu", launcher) as cluster:
-        yield start_vllm(cluster, model_paths[True], profile_dir=str(profile_dir))
+        yield start_vllm(cluster, model_paths[True])
 
 
 @pytest.fixture(params=[pytest.param("vllm", marks=pytest.mark.processes), "transformers"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import WorkerError
-from trainer.generation.colocation import Placement, assign_gpus, colocated_ranks, gpus_of
+from trainer.generation.lifecycle import Placement, assign_gpus, colocated_ranks, gpus_of
 
 
 def ranks(**gpus: str) -> list[Placement]:

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-from trainer.generation.compile_cache import claim_directory
+from trainer.generation.vllm_engine import claim_directory
 
 CLAIMS = """
 import os, sys
-from trainer.generation.compile_cache import use_own_cache
+from trainer.generation.vllm_engine import use_own_cache
 use_own_cache()
 print(os.environ["VLLM_CACHE_ROOT"], flush=True)
 sys.stdin.read()

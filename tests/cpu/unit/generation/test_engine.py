@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gzip
-import json
 import random
 import shutil
 import time
@@ -243,21 +241,6 @@ def test_requests_under_way_survive_interrupts_and_syncs_that_keep_them(model_pa
         changed_at = 200 - spans[3]
         assert max([*old[:changed_at], *new[changed_at:]]) < 1e-3
         assert one.token_ids[:changed_at].tolist() == expected[i][:changed_at]
-
-
-@pytest.mark.processes
-def test_vllm_profiles_itself_and_generates_the_same(model_paths, vllm_engine, tmp_path, profile_dir):
-    vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
-    requests = with_sampling(make_requests(1), dataclasses.replace(SAMPLED, max_tokens=2))
-    plain = vllm_engine.generate(requests)
-    for number in range(2):
-        vllm_engine.start_profile(f"engine_{number}")
-        assert contents(vllm_engine.generate(requests)) == contents(plain)
-        vllm_engine.stop_profile(str(tmp_path))
-        (trace,) = tmp_path.glob(f"engine_{number}_*.json.gz")
-        with gzip.open(trace) as file:
-            assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
-    assert list(profile_dir.iterdir()) == []
 
 
 WIDE = TinyShape(hidden_size=768, intermediate_size=2304, num_layers=1, num_heads=12, num_kv_heads=6, seed=5)

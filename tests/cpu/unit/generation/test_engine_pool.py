@@ -85,31 +85,6 @@ def test_engines_start_while_the_ranks_do_other_things(start, monkeypatch, tmp_p
     assert answers(pool, 1) == [[0, 7, 0]]
 
 
-@pytest.mark.parametrize("colocate", [False, True])
-def test_engines_load_while_the_ranks_train_if_nobody_needs_completions_yet(start, monkeypatch, tmp_path, colocate):
-    """They get the weights of the first step that does. On a shared GPU they are loaded already, and stay asleep."""
-    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:SlowEngine")
-    monkeypatch.setitem(ENGINES, "plain", spec)
-    if colocate:
-        (tmp_path / "go").touch()
-    pool, ranks = start("cuda" if colocate else "cpu", waits=colocate, colocate=colocate)
-    pool.start(version=3, is_initial=False, may_defer=True)
-    ranks.call("policy", "compute")
-    pool.sync_weights(4)
-    ranks.call("policy", "train")
-    pool.sync_weights(5)
-    (tmp_path / "go").touch()
-    before = pool.paused_s
-    assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(5, 5)]
-    assert pool.paused_s > before, "nothing could be generated meanwhile"
-    assert answers(pool, 1) == [[0, 7, 1]]
-    ranks.call("policy", "compute")
-    before = pool.paused_s
-    pool.sync_weights(6)
-    assert pool.paused_s > before, "no engine generates while it gets weights"
-    assert [one.weight_versions for one in pool.generate([Request([0], 7, SAMPLED)])] == [(6, 6)]
-
-
 def test_engines_stay_asleep_if_the_ranks_leave_them_too_little_room(start, tmp_path):
     """Whether they would generate or take weights. They have not failed, and generate once there is room."""
     pool, ranks = start("cuda", colocate=True, num_engines=1)
@@ -187,34 +162,6 @@ def test_engines_of_a_resumed_run_get_its_weights_at_the_start(start):
     ranks.call("policy", "train")
     pool.start(version=5, is_initial=False)
     assert answers(pool, 1) == [[0, 7, 1]]
-
-
-@pytest.fixture
-def served(start, monkeypatch) -> None:
-    """The plain engine is older than the job, on GPUs that are not of the job."""
-    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:ServedEngine", gpus=False)
-    spec = dataclasses.replace(spec, holds_start_weights=False, names_receivers=True)
-    monkeypatch.setitem(ENGINES, "plain", spec)
-
-
-@pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_engines_that_are_older_than_the_job_get_the_start_weights_where_they_are(start, device):
-    pool, ranks = start(device, num_engines=2, num_workers=4 if device == "cuda" else 1)
-    ranks.call("policy", "train")
-    pool.start(version=1, is_initial=True)
-    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
-    assert (pool._transport.transfer.receivers, pool._transport.transfer.device) == (4, "cpu"), (
-        "they are on another host"
-    )
-    assert [place["gpus"] for place in pool._engines.placements()] == [[], []]
-
-
-@pytest.mark.usefixtures("served")
-def test_engines_on_another_host_cannot_read_shared_memory(start):
-    pool, _ = start(weight_sync="shared_memory")
-    with pytest.raises(UserError, match="rollout.weight_sync=shared_memory: ranks and engines are on several nodes"):
-        pool.start(version=1, is_initial=True)
 
 
 def test_completions_of_other_weights_are_refused(start, monkeypatch):

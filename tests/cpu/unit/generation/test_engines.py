@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -12,11 +11,8 @@ from tests.support.plain_pool import answers, begin, fault, streaming
 from trainer.config.engines import ENGINES
 from trainer.errors import FailureSource, NonRetryableError, WorkerError, set_failure_source
 from trainer.generation.engine import Request
-from trainer.generation.engines import Engines
-from trainer.generation.lifecycle import GpuMemory
 from trainer.process.failure_log import read_incidents
 from trainer.process.failures import can_recover
-from trainer.process.signals import SIGNALS
 
 
 @pytest.mark.parametrize(
@@ -202,23 +198,3 @@ def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatc
         pool._engines.load()
     pool.sync_weights(2)
     assert len({one.logprobs[0] for one in pool.generate([Request([i], 7, SAMPLED) for i in range(8)])}) == 2
-
-
-@pytest.mark.parametrize("answers_second", [True, False])
-def test_a_server_that_pauses_for_a_moment_after_a_signal_is_not_lost(monkeypatch, answers_second):
-    asked: list[list[str]] = []
-
-    def silent_servers(urls: list[str], limit_s: float) -> list[int]:
-        asked.append(urls)
-        return [1] if len(asked) == 1 else [] if answers_second else [*range(len(urls))]
-
-    monkeypatch.setattr("trainer.generation.server_engine.silent_servers", silent_servers)
-    monkeypatch.setattr(SIGNALS, "first", "SIGTERM")
-    group = MagicMock()
-    group.__len__.return_value = 3
-    engines = Engines(group, GpuMemory(shared=False), 3, 60.0, lambda: True, ["a", "b", "c"])
-    for engine in range(3):
-        engines.lifecycle.load(engine)
-    assert engines._drop_silent_servers() == ([] if answers_second else [1])
-    assert asked == [["a", "b", "c"], ["b"]]
-    assert engines.lifecycle.loaded == ([0, 1, 2] if answers_second else [0, 2])

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from trainer.agents.call_tree import cut_at
 from trainer.generation.engine import Completion
-from trainer.generation.stop_strings import cut_at
 
 
 @pytest.mark.parametrize(

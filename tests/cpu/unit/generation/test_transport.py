@@ -125,21 +125,3 @@ def test_a_way_of_the_user_that_cannot_work_is_refused(monkeypatch):
 def test_weights_travel_a_way_of_the_user(start, monkeypatch):
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=(OWN,)))
     assert_two_engines_follow(start)
-
-
-def test_each_engine_speaks_for_a_server_of_its_own(start, monkeypatch):
-    """The key of the servers reaches processes that were not started with it, and it can be no variable of theirs."""
-    spec = dataclasses.replace(
-        plain_engine.SPEC,
-        path=f"{plain_engine.__name__}:ServerEngine",
-        engine_args=True,
-        numbered=True,
-        repeats=False,
-        variables=("PLAIN_SERVER_",),
-    )
-    monkeypatch.setitem(ENGINES, "plain", spec)
-    monkeypatch.setenv("PLAIN_SERVER_API_KEY", "5")
-    pool, _ = start(num_engines=2, engine_args={"urls": [1001, 1002]})
-    pool.start(version=1, is_initial=True)
-    assert {tuple(answer) for _ in range(3) for answer in answers(pool, 8)} == {(1001, 5), (1002, 5)}
-    assert not pool.repeats

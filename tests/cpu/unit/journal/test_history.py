@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -16,19 +15,16 @@ from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Restore
 from trainer.checkpoint.start_weights import fingerprint_weights
-from trainer.config import Config, compose
+from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.episodes import Episode, Sample
-from trainer.errors import UserError
 from trainer.journal.history import (
     Identity,
     after,
-    code_in,
     digest,
     first_history,
     history_at,
     identity,
-    interpreters_of,
 )
 from trainer.run.compatibility import deciding_settings
 
@@ -85,36 +81,6 @@ def test_the_files_of_functions_by_import_path_decide(tmp_path, monkeypatch, key
         found.append(settings(key, value))
     assert found[0] == found[1] and found[1].updates != found[2].updates
     assert (found[1].rollouts != found[2].rollouts) == rollouts
-
-
-@pytest.mark.parametrize("section", ["environment", "data.mix.world.environment"])
-def test_the_code_of_an_environment_is_that_of_its_own_interpreter(tmp_path, section):
-    """It is in a package that is not installed here."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True, timeout=300)
-    (packages,) = tmp_path.glob("lib/python*/site-packages")
-    (packages / "another-1.dist-info").mkdir()
-    words = [f"{section}.name=another:World", f"{section}.python={tmp_path}/bin/python", f"+{section}.kwargs.size=2"]
-    mix = (
-        ["data.mix.world.files=[w]", "data.mix.other.files=[o]", "trainer.val_interval=-1"] if "mix" in section else []
-    )
-    cfg = compose([*words, *mix])
-
-    def installed(code: str, version: str) -> Identity:
-        (packages / "another.py").write_text(code)
-        record = packages / "another-1.dist-info"
-        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: another\nVersion: {version}\n")
-        (record / "top_level.txt").write_text("another\n")
-        return identity(*deciding_settings(cfg), "weights", interpreters_of(cfg))
-
-    first = installed("print('x')\nclass World: size = 1", "1.0")
-    assert installed("print('x')\nclass World: size = 1", "1.0") == first
-    repaired = installed("print('x')\nclass World: size = 2", "1.0")
-    upgraded = installed("print('x')\nclass World: size = 1", "1.1")
-    assert len({one.rollouts for one in (first, repaired, upgraded)}) == 3
-    assert list(code_in(deciding_settings(cfg)[0], interpreters_of(cfg))) == [f"another:World ({section}.python)"]
-    os.remove(tmp_path / "bin/python")
-    with pytest.raises(UserError, match=f"environment.python={tmp_path}/bin/python: is no interpreter"):
-        identity(*deciding_settings(cfg), "weights", interpreters_of(cfg))
 
 
 def test_a_longer_run_decays_another_way():

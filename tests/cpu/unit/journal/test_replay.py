@@ -10,8 +10,8 @@ import pytest
 
 from tests.cpu.unit.journal.test_journal import group, opened
 from trainer.episodes import Episode
+from trainer.journal.files import RecordFiles
 from trainer.journal.journal import Journal
-from trainer.journal.pieces import Pieces
 from trainer.journal.replay import Replay
 
 
@@ -23,11 +23,11 @@ def episodes_in_memory() -> int:
 def record(root: Path, step: int, *names: str, version: int | None = None) -> str:
     """Write groups to one file, by keys that are their names; returns the name of the file."""
     journal = opened(root)
-    before = set(journal._pieces.names())
+    before = set(journal._files.names())
     journal.add(step, {name: group(name, tokens=3 + step) for name in names}, "start", version)
     journal.wait()
     journal.close()
-    (name,) = set(journal._pieces.names()) - before
+    (name,) = set(journal._files.names()) - before
     return name
 
 
@@ -102,12 +102,8 @@ def test_any_flipped_bit_is_named_once_and_its_groups_are_generated_again(tmp_pa
     for at in range(0, len(whole), 11):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         caplog.clear()
-        replay = Replay(Pieces(str(tmp_path), lambda: None), "rollouts", {path.name: 1})
-        assert (
-            replay.find(1, "start", ["a"]) == {}
-            and replay.candidates("a") == []
-            and replay.find(1, "start", ["b"]) == {}
-        )
+        replay = Replay(RecordFiles(str(tmp_path), None, lambda: None), {path.name: 1})
+        assert replay.find(1, ["a"]) == {} and replay.candidates("a") == [] and replay.find(1, ["b"]) == {}
         replay.report()
         warning, line = caplog.messages
         assert path.name in warning and warning.endswith("its groups are generated again"), at

@@ -72,7 +72,7 @@ def test_an_error_that_lasts_is_said_once_and_so_is_its_end(tmp_path, caplog):
     assert steps_on_disk(tmp_path) == {5, 6, 7}
 
 
-def test_each_failure_in_a_row_doubles_the_time_to_the_next_try(tmp_path, monkeypatch):
+def test_the_next_try_waits_for_some_time_or_for_ranks_that_start_again(tmp_path, monkeypatch):
     monkeypatch.setattr(time_limits, "JOURNAL_RETRY_S", 3600.0)
     (tmp_path / ".journal").write_text("a file is here")
     journal = opened(tmp_path)

@@ -7,7 +7,7 @@ import importlib
 import antlr4
 from math_verify import parse
 
-from trainer.rewards.latex_grammar import use_newest_grammar
+from trainer.rewards.functions import use_newest_grammar
 
 HUNDREDTH = "1/100"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.judges import Server, serving
+from tests.support.rewards import judge as scores_of
 from tests.support.rewards import reward_pool
 from trainer.rewards.terms import RewardInput
 
@@ -25,7 +26,7 @@ def judged(monkeypatch):
         monkeypatch.setenv("JUDGE_BASE_URL", f"{server.url}/v1")
         attempts = [RewardInput(completion, "7", "3 + 4") for completion in completions]
         with reward_pool("judge:score", **settings) as pool:
-            return pool.score(attempts)
+            return scores_of(pool, attempts)
 
     return judge
 

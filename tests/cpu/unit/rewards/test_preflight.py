@@ -43,11 +43,6 @@ def tried_with_answers(*names: str, **settings) -> None:
     try_rewards(RewardConfig(name=[full(name) for name in names], **settings), answers, n=2)
 
 
-def test_a_reward_that_takes_the_answer_of_a_group_for_a_list_is_refused():
-    with pytest.raises(UserError, match=f"reward.name={HOME}:zipped: the function takes `answer` for a list with one"):
-        tried_with_answers("length", "zipped")
-
-
 def test_a_threshold_that_all_right_answers_exceed_is_named_in_a_warning(caplog):
     tried_with_answers("length", weights=[2.0])  # of 4, 1 and 4 characters
     assert caplog.messages == [

@@ -82,8 +82,7 @@ REFUSED = {
     "TRL, with a column": (lambda completions, solution, **options: 0, "asks for solution, which no reward gets"),
     "verl": (
         lambda data_source, solution_str, ground_truth, extra_info=None: 0,
-        "asks for data_source, solution_str, ground_truth, which no reward gets; .* "
-        r'take row\["data_source"\] for data_source, completion for solution_str, answer for ground_truth',
+        "asks for data_source, solution_str, ground_truth, which no reward gets; .* docs/rewards.md has the names",
     ),
     "one unknown name": (lambda text: 0, "asks for text, which no reward gets"),
     "a keyword": (lambda completion, *, threshold: 0, "asks for threshold, which no reward gets"),

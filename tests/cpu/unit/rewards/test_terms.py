@@ -6,15 +6,14 @@ import re
 
 import pytest
 
-from tests.support.rewards import HOME, attempts, full, reward_pool
+from tests.support.rewards import HOME, attempts, full, judge, reward_pool
 from trainer.config import RewardConfig
-from trainer.errors import UserError
 from trainer.rewards.terms import reward_functions
 
 
 def judged(name: str | list[str], *completions: str, n: int = 1, **settings):
     with reward_pool(full(name) if isinstance(name, str) else list(map(full, name)), **settings) as pool:
-        return pool.score(attempts(*completions), n)
+        return judge(pool, attempts(*completions), n)
 
 
 def test_a_reward_gets_all_that_it_names():
@@ -82,7 +81,6 @@ def test_a_bad_async_call_costs_one_completion():
         ("hang", "took longer than reward.timeout_s=1"),
         ("block", "took longer than reward.timeout_s=1"),
         ("die", "ended its process (exit status 3)"),
-        ("child", "left a process running: sleep; "),
     ]:
         scores = judged("meeting", "a", name, "b", timeout_s=1)
         assert scores.rewards == [1.0, 0.0, 1.0]
@@ -106,12 +104,3 @@ def test_functions_of_the_same_name_are_told_apart():
     assert [component.label for component in some] == ["length", "math", "eq"]
     both = reward_functions(RewardConfig(name=["operator:eq", "_operator:eq"]))
     assert [component.label for component in both] == ["operator.eq", "_operator.eq"]
-
-
-def test_too_many_failures_end_the_run_and_fewer_do_not():
-    judged("odd_group", "one bad", "x", n=2, max_error_rate=0.5)
-    sentence = (
-        r"^reward.max_error_rate=0.9: 2 of 2 rewards of a step \(100.0%\) failed \(the first: raised RuntimeError: no"
-    )
-    with pytest.raises(UserError, match=sentence):
-        judged("broken", "a", "b", max_error_rate=0.9)

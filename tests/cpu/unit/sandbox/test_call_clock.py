@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainer.sandbox import call_clock
-from trainer.sandbox.call_clock import CallClock, uncounted
+from trainer.sandbox import worker
+from trainer.sandbox.worker import CallClock, uncounted
 
 
 def awaited(test: Callable[..., Any]) -> Callable[..., None]:
@@ -43,7 +43,7 @@ async def wait(seconds: float = 0.3) -> str:
 
 @awaited
 async def test_a_wait_does_not_count(monkeypatch):
-    monkeypatch.setattr(call_clock, "_SIGN_S", 0.01)
+    monkeypatch.setattr(worker, "_SIGN_S", 0.01)
     result, signs = await timed(wait)
     assert result == "done" and signs > 2
 
@@ -75,7 +75,7 @@ async def test_a_call_without_a_limit_shows_no_life():
 
 @awaited
 async def test_what_a_call_leaves_behind_shows_no_life(monkeypatch):
-    monkeypatch.setattr(call_clock, "_SIGN_S", 0.001)
+    monkeypatch.setattr(worker, "_SIGN_S", 0.001)
     left: list[asyncio.Task[str]] = []
 
     async def call() -> str:

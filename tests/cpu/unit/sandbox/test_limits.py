@@ -26,7 +26,7 @@ def test_a_step_of_an_environment_fits_into_a_message():
 
 
 def test_the_reaper_has_time_to_end_what_a_call_may_leave():
-    assert limits.GRACE_PERIOD_S < limits.DEATH_S < limits.STOP_S
+    assert limits.DEATH_S < limits.STOP_S
 
 
 def test_sums_of_squared_rewards_are_finite_in_float32():

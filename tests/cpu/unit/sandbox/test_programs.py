@@ -16,8 +16,8 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.sandbox import programs
-from trainer.sandbox.call_clock import CallClock
 from trainer.sandbox.programs import MAX_CODE, CodeLimits, CodeResult, ProgramSandbox
+from trainer.sandbox.worker import CallClock
 
 LIMITS = CodeLimits(cpu_s=1, time_s=100.0, memory_mb=256, files_mb=4, output=20_000)
 

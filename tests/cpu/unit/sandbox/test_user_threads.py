@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.sandbox import limits
-from trainer.sandbox.user_threads import UserThreads
+from trainer.sandbox.worker import UserThreads
 
 
 def test_functions_run_at_the_same_time():

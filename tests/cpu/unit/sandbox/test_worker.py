@@ -1,4 +1,4 @@
-"""A process of a pool answers its messages: order, groups of async calls, failures, and its end."""
+"""A process of a pool answers its messages: order, async calls, failures, and its end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from trainer.sandbox.call_clock import uncounted
-from trainer.sandbox.worker import Handler, serve
+from trainer.sandbox.worker import Handler, serve, uncounted
 
 
 class Letters(Handler):
     """Plain calls `["text", word]`, and `async` calls `["wait", word]` that all wait for each other."""
 
-    def __init__(self, is_concurrent: bool = False, in_turn: bool = False):
+    def __init__(self, is_concurrent: bool = False):
         self.is_concurrent = is_concurrent
-        self.in_turn = in_turn
         self._arrived = 0
 
     def is_async(self, call: list[Any]) -> bool:
@@ -53,7 +51,7 @@ class Letters(Handler):
 
 
 @contextmanager
-def served(handler: str, *arguments: Any, concurrency: int = 4) -> Iterator[Connection]:
+def served(handler: str, *arguments: Any) -> Iterator[Connection]:
     """The driver's end of a pipe to a fork that serves."""
     ours, theirs = Pipe()
     process = os.fork()
@@ -61,7 +59,7 @@ def served(handler: str, *arguments: Any, concurrency: int = 4) -> Iterator[Conn
         try:
             ours.close()
             signal.alarm(60)
-            serve(theirs, f"{__name__}:{handler}", arguments, concurrency)
+            serve(theirs, f"{__name__}:{handler}", arguments)
         finally:
             os._exit(99)
     theirs.close()
@@ -72,8 +70,9 @@ def served(handler: str, *arguments: Any, concurrency: int = 4) -> Iterator[Conn
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == (0 if handler == "Letters" else 1)
 
 
-def ask(pipe: Connection, number: int, *calls: list[str]) -> None:
-    pipe.send_bytes(json.dumps([number, calls]).encode())
+def ask(pipe: Connection, first: int, *calls: list[str]) -> None:
+    for number, call in enumerate(calls, start=first):
+        pipe.send_bytes(json.dumps([number, call]).encode())
 
 
 def answer(pipe: Connection) -> Any:
@@ -94,36 +93,17 @@ def test_plain_calls_are_answered_one_by_one_and_a_failure_costs_its_call_alone(
         assert answer(pipe) == {"ready": False}
         ask(pipe, 7, ["text", "a"], ["raise", ""], ["text", "b"])
         first, second, third = (answer(pipe) for _ in range(3))
-    assert first == {"number": 7, "results": [{"value": "A"}], "last": False}
-    assert second["results"][0]["raised"].startswith("raised SystemExit: no")
-    assert third["results"] == [{"value": "B"}]
+    assert first == {"number": 7, "value": "A", "last": False}
+    assert second["raised"].startswith("raised SystemExit: no")
+    assert third == {"number": 9, "value": "B", "last": False}
 
 
-def test_async_calls_of_a_message_run_together_and_are_answered_together():
-    with served("Letters") as pipe:
-        answer(pipe)
-        ask(pipe, 1, ["wait", "a"], ["wait", "b"], ["hang", "c"])
-        assert answer(pipe)["results"] == [{"value": "a"}, {"value": "b"}, {"timeout": True}]
-
-
-def test_async_calls_of_a_message_run_in_turn_where_the_handler_wants_it():
-    with served("Letters", False, True) as pipe:
-        assert answer(pipe) == {"ready": False}
-        ask(pipe, 5, ["queue", "a"], ["hang", "b"], ["queue", "c"])
-        found = [one for one in answers(pipe, 3) if "number" in one]
-        results = [{"value": "a"}, {"timeout": True}, {"value": "c"}]
-        assert found == [{"number": 5, "results": [result], "last": False} for result in results]
-
-
-def test_calls_of_several_messages_run_together_where_the_handler_allows_it():
+def test_async_calls_run_together():
     with served("Letters", True) as pipe:
         assert answer(pipe) == {"ready": True}
-        ask(pipe, 1, ["wait", "a"])
-        assert answer(pipe) == {"begun": 1}
-        ask(pipe, 2, ["wait", "b"])
-        assert answer(pipe) == {"begun": 2}
-        results = {found["number"]: found["results"] for found in (answer(pipe), answer(pipe))}
-    assert results == {1: [{"value": "a"}], 2: [{"value": "b"}]}
+        ask(pipe, 1, ["wait", "a"], ["wait", "b"], ["hang", "c"])
+        found = {one["number"]: one for one in (answer(pipe) for _ in range(3))}
+    assert [found[1]["value"], found[2]["value"], found[3]["timeout"]] == ["a", "b", True]
 
 
 def test_a_wait_for_ones_turn_does_not_count_and_the_driver_hears_of_it():
@@ -131,15 +111,15 @@ def test_a_wait_for_ones_turn_does_not_count_and_the_driver_hears_of_it():
         assert answer(pipe) == {"ready": True}
         ask(pipe, 3, ["queue", "a"])
         *signs, last = answers(pipe, 1)
-        assert len(signs) >= 3 and all(sign == {"begun": 3} for sign in signs)
-        assert last == {"number": 3, "results": [{"value": "a"}], "last": False}
+        assert len(signs) >= 2 and all(sign == {"begun": 3} for sign in signs)
+        assert last == {"number": 3, "value": "a", "last": False}
 
 
 def test_a_process_that_user_code_has_forked_does_not_answer():
     with served("Letters") as pipe:
         answer(pipe)
         ask(pipe, 1, ["fork", ""], ["text", "b"])
-        assert [answer(pipe)["results"][0]["value"] for _ in range(2)] == ["parent", "B"]
+        assert [answer(pipe)["value"] for _ in range(2)] == ["parent", "B"]
 
 
 def test_a_handler_that_cannot_be_made_is_reported():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.sources.dynamic_sampling import choose_groups
+from trainer.sources.sampling import choose_groups
 
 
 def test_the_first_groups_that_teach_something_are_chosen():

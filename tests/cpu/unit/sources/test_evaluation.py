@@ -134,11 +134,3 @@ def test_a_record_of_a_set_is_of_its_reward(tmp_path, model):
 def test_validation_examples_are_evaluated_under_the_current_policy():
     sample = Sample(np.zeros(3, np.int32), np.ones(3, np.float32))
     assert LossEvaluator([sample, sample], lambda samples: float(len(samples))).evaluate(3).metrics == {"val/loss": 2.0}
-
-
-def test_a_run_without_success_is_told_once_after_its_second_evaluation(tmp_path, model, caplog):
-    with source_of(tmp_path, model, reply, validation=1) as source:
-        source.cfg.reward.success_threshold = 3.0
-        evaluator = evaluator_beside(source, model)
-        said = [evaluator.evaluate(step) and len(caplog.messages) for step in (1, 2, 3)]
-    assert said == [0, 1, 1] and "no reward has reached reward.success_threshold=3 yet (the largest: 1)" in caplog.text
