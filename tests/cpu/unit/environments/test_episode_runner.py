@@ -273,7 +273,7 @@ def test_the_environments_of_episodes_that_fail_together_are_closed(runner, toke
     """A run that goes back to a checkpoint continues with the same processes."""
 
     def count() -> int:
-        return sum(len(worker.sessions) for worker in runner._pool._workers)
+        return sum(worker.sessions for worker in runner._pool._workers)
 
     class Gone(Policy):
         def complete(self, request: Request) -> Completion:
