@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from trainer.config import RewardConfig
-from trainer.errors import TrialError, remedy_of
+from trainer.errors import TrialError, UserError, remedy_of
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, aggregate
 
@@ -30,6 +30,7 @@ def try_rewards(
 
     Raises:
         TrialError: a reward fails for all of them.
+        UserError: a reward takes the answer of a group for a list.
     """
     pool = RewardPool(dataclasses.replace(config, num_processes=1))
     n = n if any(function.signature.grouped for function in pool.functions) else 1
@@ -38,7 +39,17 @@ def try_rewards(
         meanwhile()
         results = pool.results(inputs, n)
         _check_failures(config, results, len(inputs), n)
-    useless = [function for function, calls in results.items() if _is_useless(function, calls)]
+        useless = [function for function, calls in results.items() if _is_useless(function, calls)]
+        if any("answer" in function.signature.names and function.signature.grouped for function in useless):
+            # As TRL calls its rewards.
+            listed = [dataclasses.replace(item, answer=[item.answer] * n) for item in inputs]  # type: ignore[arg-type]
+            for function, calls in pool.results(listed, n).items():
+                if function in useless and function.signature.grouped and any(v > 0 for v in _values(calls)):
+                    raise UserError(
+                        f"reward.name={function.name}: the function takes `answer` for a list with one answer for "
+                        "each completion, and all its rewards would be wrong; here it is the text of the one answer "
+                        "of the group: compare each completion with that (docs/rewards.md)"
+                    )
     scores, threshold = aggregate(results, len(inputs)), config.success_threshold
     if not any(scores.reasons) and (least := min(scores.rewards)) > threshold + 1e-6 * abs(threshold):
         LOG.warning(

@@ -14,7 +14,9 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
 from trainer.data.ledger import Ledger, find_curriculum
 from trainer.data.mix_ledger import MixLedger
+from trainer.data.replies import changed_answer
 from trainer.data.row_digest import digest_rows
+from trainer.errors import one_line
 from trainer.sources.routes import VAL_SETS, train_sources
 
 LOG = logging.getLogger(__name__)
@@ -31,8 +33,30 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
         prompts = [prompt for one in sets.values() for prompt in one.prompts]
         return PromptSet(prompts, sum(one.dropped for one in sets.values()), next(firsts, ""))
     if cfg.environment.name:
-        return load_rows(cfg.data, split)
-    return load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
+        found = load_rows(cfg.data, split)
+        answers = [prompt.row.get(cfg.data.answer_key) for prompt in found.prompts]
+    else:
+        found = load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
+        answers = [prompt.answer for prompt in found.prompts]
+    _warn_of_changed_answer(cfg, split, found, answers, tokenizer)
+    return found
+
+
+def _warn_of_changed_answer(cfg: Config, split: str, found: PromptSet, answers: Sequence[Any], tokenizer: Any) -> None:
+    """Name a reference answer that the policy cannot write, because the tokenizer changes it."""
+    changed = changed_answer(tokenizer, [answer if isinstance(answer, str) else "" for answer in answers])
+    if changed is not None:
+        place, text = changed
+        LOG.warning(
+            "%s=%s: the tokenizer changes the reference answer of row %d of the %s data, %s, into %s, which is all "
+            "that the policy can write; a reward that does not take both for equal gives 0 to a right completion",
+            cfg.data.name_of("answer_key"),
+            cfg.data.answer_key,
+            found.prompts[place].index + 1,
+            split,
+            one_line(f"{answers[place]!r:.80}"),
+            one_line(f"{text!r:.80}"),
+        )
 
 
 def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:

@@ -14,7 +14,6 @@ from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.fields import config_error
-from trainer.errors import WorkerError
 from trainer.journal.history import identity
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from tests.cpu.unit.agents.test_call_tree import request_of
 from tests.support.episodes import Policy, run
 from tests.support.generation import SAMPLED
 from trainer.agents.call_tree import CallTree
-from trainer.config import Config
+from trainer.config import Config, DataConfig
 from trainer.data.datasets import Prompt
-from trainer.data.replies import reply_text
+from trainer.data.replies import changed_answer, reply_text
 from trainer.data.rollout_io import read_rollouts, write_rollouts
 from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import RolloutRequest, SingleTurnRunner
 from trainer.generation.engine import Completion
 from trainer.models.tokenizer import load_tokenizer
+from trainer.sources.prompts import read_prompts
 
 REPLY = "[THINK]x[/THINK]<answer>1</answer>"
 MARKS = ["[THINK]", "[/THINK]", "<answer>", "</answer>", "<|turn_end|>", "<|channel|>"]
