@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import RewardConfig
+from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REWARDS
 from trainer.rewards.scoring import RewardPool
 from trainer.rewards.terms import RewardInput, Scores, aggregate
@@ -49,9 +50,11 @@ class Judged(Scores):
     failures: Failures
 
 
-def reward_pool(name: str | list[str], timeout_s: float = 30, num_processes: int = 1, **more: Any) -> RewardPool:
-    """A pool. `more` are further keys of `reward`."""
-    return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **more))
+def reward_pool(
+    name: str | list[str], timeout_s: float = 30, num_processes: int = 1, kept: RewardCache | None = None, **more: Any
+) -> RewardPool:
+    """A pool. `kept` is its cache; `more` are further keys of `reward`."""
+    return RewardPool(RewardConfig(name=name, timeout_s=timeout_s, num_processes=num_processes, **more), kept)
 
 
 def judge(pool: RewardPool, inputs: Sequence[RewardInput], n: int = 1) -> Judged:

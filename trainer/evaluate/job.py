@@ -55,6 +55,7 @@ from trainer.process.failure_log import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage
+from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import RewardPool
 from trainer.run.compatibility import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
@@ -140,10 +141,11 @@ class _Evaluating:
             way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
             ends.callback(pool.leave)
+            cache = RewardCache(self.directory, self._lock.check)
             scorers = make_scorers(
                 self.cfg,
                 list(map(_source_of, sets)),
-                lambda cfg: None if cfg.environment.name is not None else RewardPool(cfg.reward),
+                lambda cfg: None if cfg.environment.name is not None else RewardPool(cfg.reward, cache),
             )
             routes = make_routes(self.cfg, scorers, tokenizer)
             rollouts = Rollouts(self.cfg, pool, stop_token_ids(path, tokenizer), routes, journal)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from trainer.config import RewardConfig
 from trainer.files.documents import mismatch
 from trainer.process.signals import SIGNALS
+from trainer.rewards.cache import RewardCache, key_of
+from trainer.rewards.functions import REMOTE
 from trainer.rewards.scorer import OnRanks, Scoring
 from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, Scores, aggregate, reward_functions
 from trainer.sandbox import pool
@@ -25,8 +28,9 @@ class RewardPool(WorkerPool):
 
     uses_ranks = False
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, cache: RewardCache | None = None):
         self.functions = reward_functions(config)  # a wrong name fails here, not at the first step
+        self._url, self._cache = config.url or "", cache
         remote = {"url": config.url, "timeout_s": config.timeout_s, "authorization_env": config.authorization_env}
         super().__init__(
             "trainer.rewards.worker:RewardHandler",
@@ -73,19 +77,27 @@ class RewardPool(WorkerPool):
     async def _results(
         self, inputs: Sequence[RewardInput], n: int, calls: Calls
     ) -> dict[RewardFunction, dict[Call, Result]]:
-        made = {function: function.calls(inputs, n) for function in self.functions}
-        batches = [
-            (index, some[i : i + function.batch])
-            for index, (function, some) in enumerate(made.items())
-            for i in range(0, len(some), function.batch)
-        ]
-        results = await asyncio.gather(*(self._make(index, batch, calls) for index, batch in batches))
-        by_call = {
-            call: result
-            for (_, batch), some in zip(batches, results, strict=True)
-            for call, result in zip(batch, some, strict=True)
+        made = [function.calls(inputs, n) for function in self.functions]
+        results = await asyncio.gather(*(self._results_of(index, some, calls) for index, some in enumerate(made)))
+        return {
+            function: dict(zip(some, found, strict=True))
+            for function, some, found in zip(self.functions, made, results, strict=True)
         }
-        return {function: {call: by_call[call] for call in some} for function, some in made.items()}
+
+    async def _results_of(self, index: int, made: Sequence[Call], calls: Calls) -> list[Result]:
+        """Return the results of the calls of one reward. A server is asked once for the same content."""
+        function = self.functions[index]
+        cache = self._cache if function.name == REMOTE else None
+        keys = [str(i) if cache is None else key_of(self._url, call.given) for i, call in enumerate(made)]
+        known = {} if cache is None else cache.find(keys)
+        missing = {key: call for key, call in zip(keys, made, strict=True) if key not in known}
+        asked = list(missing.values())
+        batches = [asked[i : i + function.batch] for i in range(0, len(asked), function.batch)]
+        results = await asyncio.gather(*(self._make(index, batch, calls) for batch in batches))
+        new = dict(zip(missing, itertools.chain.from_iterable(results), strict=True))
+        if cache is not None:
+            await asyncio.to_thread(cache.add, new)
+        return [new[key] if key in new else known[key] for key in keys]
 
     async def _make(self, index: int, batch: Sequence[Call], calls: Calls) -> list[Result]:
         """Make calls of one reward that a process makes as one: one call, or several for a server."""

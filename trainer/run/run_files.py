@@ -40,11 +40,14 @@ PATTERNS = (
     "metrics.jsonl",
     "lineage.json",
     "starts.jsonl",
+    "rewards.jsonl",
     "incidents.jsonl",
     "rollouts/step_*.arrow",
     "rollouts/step_*.jsonl",
     "validation/step_*.jsonl",
 )
+_PRIVATE = ("rewards.jsonl",)
+"""The files that only the user may read."""
 _MOST_PIECES = 64
 _PARALLEL = 16
 
@@ -97,7 +100,7 @@ class RunFiles:
                 content = b"".join(pool.map(lambda piece: self._fetch(checkpoint, piece), pieces))
                 target = os.path.join(self._run_dir, path)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
-                write_file(target, content)
+                write_file(target, content, mode=0o600 if path in _PRIVATE else None)
         if missing:
             LOG.info("restored %d file(s) in %s from %s", len(missing), self._run_dir, checkpoint.path)
 

@@ -23,6 +23,7 @@ from trainer.models.checks import check_axes, check_tokenizer, check_vocabularie
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process.startup import stage
+from trainer.rewards.cache import RewardCache
 from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
 from trainer.run.stopping import StopRequest
@@ -55,9 +56,15 @@ class Ingredients:
     def tokenizer(self) -> Any:
         return tokenizer_of(self.cfg, self.path)
 
+    @cached_property
+    def reward_cache(self) -> RewardCache:
+        return RewardCache(self.cfg.trainer.run_dir, self.fence)
+
     def with_config(self, cfg: Config) -> Ingredients:
         """Return the same with the config of one source of the data."""
-        return dataclasses.replace(self, cfg=cfg)
+        given = dataclasses.replace(self, cfg=cfg)
+        given.reward_cache = self.reward_cache
+        return given
 
 
 class InputCheck(Protocol):

@@ -58,7 +58,7 @@ def config_scorer(given: Ingredients) -> Scorer | None:
     """Return the reward functions that the config names. None: an environment gives the rewards, or all are 0."""
     if not _has_reward_functions(given.cfg):
         return None
-    return RewardPool(given.cfg.reward)
+    return RewardPool(given.cfg.reward, given.reward_cache)
 
 
 def sample_episodes(

@@ -25,7 +25,7 @@ class Judge:
     def __init__(self) -> None:
         self.run_dir = Path()
         self.asked: list[str] = []
-        """The key of each completion that it has judged."""
+        """The key of each completion to which it has given a reward."""
         self.asked_again: list[str] = []
         """Those whose reward the run had stored before."""
 
@@ -40,7 +40,9 @@ class Judge:
             number = zlib.crc32(f"{item['completion']} {item['answer']}".encode())
             fails = number % 5 == 0
             with server.lock:
-                if item["completion"] != item["answer"]:  # else it is the trial before the start, which is not stored
+                if (
+                    item["completion"] != item["answer"] and not fails
+                ):  # else it is the trial before the start, which is not stored
                     self.asked.append(key)
                 if f'"{key}"' in stored:
                     self.asked_again.append(key)
@@ -64,7 +66,7 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
         assert sum(row.get("reward/failures", 0) for row in rows) > 0, "the judge has judged all"
         assert rows[-1]["reward/taste/mean"] != rows[-2]["reward/taste/mean"]
         stored = (judge.run_dir / CACHE_FILE).read_text()
-        assert judge.asked and all(f'"{key}' in stored for key in judge.asked)
+        assert judge.asked and all(f'"{key}"' in stored for key in judge.asked)
         assert judge.asked_again == []
 
         judge.run_dir, judge.asked = tmp_path / "killed", []

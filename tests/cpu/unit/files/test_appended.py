@@ -102,7 +102,7 @@ def test_lines_of_the_log_wait_for_room_on_a_full_disk():
 
 
 def test_a_start_cuts_torn_lines_of_all_files(tmp_path):
-    names = ("metrics.jsonl", "incidents.jsonl", "starts.jsonl")
+    names = ("metrics.jsonl", "incidents.jsonl", "starts.jsonl", "rewards.jsonl")
     for name in names:
         (tmp_path / name).write_bytes(WHOLE + b'{"step": 9, "a": 0.')
     (tmp_path / "log.txt").write_bytes(b"a line\nhalf")

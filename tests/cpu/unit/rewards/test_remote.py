@@ -9,6 +9,7 @@ from tests.support.rewards import judge, reward_pool
 from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards import terms
+from trainer.rewards.cache import CACHE_FILE, RewardCache
 from trainer.rewards.preflight import try_rewards
 from trainer.rewards.terms import RewardInput, reward_functions
 
@@ -20,6 +21,7 @@ def attempts(*completions: str) -> list[RewardInput]:
 def judged(
     server: Server,
     *completions: str,
+    cache: RewardCache | None = None,
     batch_size: int = 16,
     timeout_s: float = 20.0,
     env: str | None = None,
@@ -28,7 +30,7 @@ def judged(
     more |= {"timeout_s": timeout_s, "authorization_env": env, "url": f"{server.url}/score?v=1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(terms, "COMPLETIONS_PER_REQUEST", batch_size)
-        pool = reward_pool("remote", **more)
+        pool = reward_pool("remote", kept=cache, **more)
     with pool:
         return judge(pool, attempts(*completions))
 
@@ -137,3 +139,20 @@ def test_credentials_come_from_the_environment_and_are_not_repeated(monkeypatch)
     config = RewardConfig(name="remote", url=server.url, authorization_env="NO_SUCH_TOKEN")
     with pytest.raises(UserError, match="reward.authorization_env=NO_SUCH_TOKEN: the environment has no such variable"):
         reward_functions(config)
+
+
+def test_a_server_is_asked_once_for_what_it_has_answered_and_again_for_what_failed(tmp_path):
+    def drifting(server: Server, document):
+        answers = [len(server.requests) + i / 10 for i in range(len(document["completions"]))]
+        failed = [item["completion"] == "bad" and len(server.requests) < 3 for item in document["completions"]]
+        return rewards([None if fails else answer for answer, fails in zip(answers, failed, strict=True)])
+
+    with serving(drifting) as server:
+        first = judged(server, "x", "bad", "y", "x", cache=RewardCache(str(tmp_path)))
+        assert first.rewards == [1.0, 0.0, 1.2, 1.0], "the same content has the same reward"
+        again = judged(server, "y", "x", "z", "bad", cache=RewardCache(str(tmp_path)))
+        assert again.rewards == [1.2, 1.0, 2.0, 0.0] and again.failures.count == 1
+        assert judged(server, "bad", "z", cache=RewardCache(str(tmp_path))).rewards == [3.0, 2.0]
+        asked = [[item["completion"] for item in request["completions"]] for request in server.requests]
+        assert asked == [["x", "bad", "y"], ["z", "bad"], ["bad"]]
+    assert (tmp_path / CACHE_FILE).stat().st_mode & 0o777 == 0o600
