@@ -97,7 +97,7 @@ def assert_as_if_never_killed(cwd: Path, output: str) -> None:
 
 
 def assert_traced_and_profiled(run: Path) -> None:
-    """The timeline has the processes of both starts, and fits the metrics. Ranks and engine have profiled two steps."""
+    """The timeline has the processes of both starts, and fits the metrics. Ranks have profiled two steps."""
     spans = spans_of(run)
     processes = {"driver", "rank 0", "rank 1", "engine 0", "environment 0"}
     assert processes <= {span.process for span in spans}, "reward processes have no work here"
@@ -106,7 +106,7 @@ def assert_traced_and_profiled(run: Path) -> None:
     assert_fits_metrics(spans, metrics(run))
     for number in (1, STEPS):
         names = {path.name for path in (run / f"profile/step_{number}").iterdir()}
-        assert names == {"rank_0.json.gz", "rank_1.json.gz", "engine_0.json.gz"}
+        assert names == {"rank_0.json.gz", "rank_1.json.gz"}
 
 
 @pytest.mark.slow
