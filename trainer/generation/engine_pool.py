@@ -121,7 +121,7 @@ class EnginePool:
 
         A failure in the block ends all requests.
         """
-        self.loop.run(self._dispatcher.pause(), "the engines")
+        self.loop.run(self._dispatcher.pause())
         try:
             yield
         except BaseException as error:
