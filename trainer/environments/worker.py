@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer.environments.base import METHODS, StepResult, find_environment
-from trainer.errors import UserError, one_line
+from trainer.errors import one_line
 from trainer.files.documents import nests_deeply
-from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
 from trainer.sandbox.worker import Handler, UserThreads, line_of
@@ -99,8 +98,6 @@ class EnvironmentHandler(UserObjects):
 
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         kind = find_environment(name)
-        if is_agent(kind):
-            raise UserError(f"{name} is an agent")
         methods = (getattr(kind, method, None) for method in METHODS)
         is_safe = getattr(kind, "thread_safe", False)
         is_safe = is_safe(**options) if callable(is_safe) else bool(is_safe)

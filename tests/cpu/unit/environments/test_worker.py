@@ -204,8 +204,3 @@ def test_the_largest_answer_fits_into_the_largest_message():
 def test_a_class_without_the_methods_of_an_environment_is_refused():
     with pytest.raises(UserError, match="^environment.name=.*:Earlier: the class has no method `reset`"):
         handler("Earlier")
-
-
-def test_an_agent_that_only_another_interpreter_can_import_is_refused():
-    with pytest.raises(UserError, match="OneCall is an agent; the interpreter of the trainer must be able to"):
-        EnvironmentHandler("tests.support.agents:OneCall", {}, 1.0, 100)
