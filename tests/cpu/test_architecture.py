@@ -128,7 +128,7 @@ def test_config_names_no_upper_room():
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1500, 1500),
     "run process": (3350, 2600),
-    "sources generation journal environments agents": (11550, 8500),
+    "sources generation journal environments agents": (11600, 8500),
     "inference": (1150, 900),
     "rewards": (1200, 900),
     "sandbox": (1400, 1200),
