@@ -138,7 +138,7 @@ MOST_LINES = {
     "cluster": (2450, 2200),
     "data": (2600, 1900),
     "metrics reports": (3400, 3200),
-    "config": (4200, 3200),
+    "config": (4150, 3200),
     "plan": (2350, 1650),
     "view": (900, 900),
     "evaluate": (950, 500),
@@ -164,7 +164,7 @@ def test_a_package_does_not_grow():
     )
 
 
-MOST_KEYS = 168
+MOST_KEYS = 166
 """Rows of `trainer config`, without the copies below `<name>`. The aim is 165: lower this with every key that goes."""
 
 

@@ -45,6 +45,8 @@ ESTIMATOR, LOSS = "advantage_estimator", "policy_loss"
 KL_OPTIONS = ("kl_target", "kl_horizon")
 CRITIC_OPTIONS = ("value_clip",)
 CORRECTION_OPTIONS = ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")
+ESTIMATOR_OPTIONS = ("gamma", "lam", "normalize_std")
+"""Options that a policy loss gets only if it has a parameter of that name."""
 RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlong_factor": 1.0, "max_gen_batches": 10}
 """Options that no function gets, with their defaults (`AlgorithmConfig.run_option`)."""
 INPUTS = {
@@ -180,7 +182,8 @@ def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key
     """
     names, any_name = set(options_of(function)), takes_any_option(function)
     named = {name: value for name, value in named_options(algorithm, key).items() if name in names}
-    others = {*KL_OPTIONS, *CRITIC_OPTIONS, *CORRECTION_OPTIONS, *RUN_OPTIONS} - names
+    others = {*KL_OPTIONS, *CRITIC_OPTIONS, *CORRECTION_OPTIONS, *RUN_OPTIONS}
+    others = (others.union(ESTIMATOR_OPTIONS) if key == LOSS else others) - names
     return named | {
         name: value for name, value in algorithm.options.items() if name in names or any_name and name not in others
     }
