@@ -138,7 +138,7 @@ MOST_LINES = {
     "cluster": (2450, 2200),
     "data": (2600, 1900),
     "metrics reports": (3400, 3200),
-    "config": (4150, 3200),
+    "config": (4200, 3200),
     "plan": (2350, 1650),
     "view": (900, 900),
     "evaluate": (950, 500),
