@@ -33,7 +33,7 @@ class MetricChecks:
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
         """Check the metrics of a finished step. Return the first metric that has diverged, or None."""
         for advice in self._advisor.update(step, metrics):
-            LOG.info("NOTE: %s", advice)
+            LOG.info("NOTE: %s (more: docs/troubleshooting.md)", advice)
         return self._divergence.update(step, metrics)
 
 

@@ -23,6 +23,7 @@ from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import inside, is_url
+from trainer.metrics.advice import Advisor
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.failure_log import Incident, read_incidents
 from trainer.process.failures import INFRASTRUCTURE, JOB
@@ -91,7 +92,9 @@ def diagnose(run_dir: str) -> list[str]:
         )
     else:
         advice = _advice(start, incidents, last_words)
-    return [*lines, f"next       {advice}"]
+    current = Advisor(start["config"], history=rows).current
+    notes = [f"advice     {note} (more: docs/troubleshooting.md)" for note in current]
+    return [*lines, *notes, f"next       {advice}"]
 
 
 def bad_nodes(incidents: list[Incident]) -> dict[str, str]:

@@ -63,6 +63,14 @@ def test_a_run_that_failed(run, capsys, tmp_path):
     assert lines[-1] == f"next       cd {tmp_path} && {command}"
 
 
+def test_what_the_metrics_say_leads_to_the_page_of_remedies(run, capsys):
+    rows = [{"step": step, "response_length/clip_ratio": 0.9} for step in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (line,) = [line for line in said(run, capsys) if line.startswith("advice")]
+    assert line.startswith("advice     since step 1, response_length/clip_ratio is above 0.5: ")
+    assert line.endswith("(more: docs/troubleshooting.md)")
+
+
 def lose(run: Path, *roles_and_nodes: tuple[str, str]) -> None:
     """Record a lost process for each name and node."""
     INCIDENTS.open(str(run))
