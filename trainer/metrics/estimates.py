@@ -60,7 +60,7 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     """
     assert values
     if all(value in (0.0, 1.0) for value in values):
-        return _wilson(fmean(values), len(values))
+        return share_estimate(fmean(values), len(values))
     return _student(values)
 
 
@@ -96,7 +96,8 @@ def _student(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - margin, mean + margin, rows)
 
 
-def _wilson(share: float, rows: int) -> Estimate:
+def share_estimate(share: float, rows: int) -> Estimate:
+    """Return a share of successes among rows, with the score interval of Wilson (1927)."""
     z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
     centre = (share + z2 / (2 * rows)) / (1 + z2 / rows)
     margin = math.sqrt(z2 * (share * (1 - share) / rows + z2 / (4 * rows**2))) / (1 + z2 / rows)

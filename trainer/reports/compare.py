@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.components import CONFIG_FILE
+from trainer.config.tasks import ACCURACY
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
 from trainer.files.redaction import redact
 from trainer.metrics.best import Best, find_best
+from trainer.metrics.estimates import share_estimate
 from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
-from trainer.reports.drawing import curve, label_steps, picture
+from trainer.reports.drawing import curve, label_steps, picture, series, share_axis
 from trainer.run.run_metadata import RecordedTask, last_start, task_of
 
 _PER_RUN = (
@@ -224,6 +226,15 @@ def _draw(runs: list[Run], metric: str, path: str) -> None:
         axes = figure.add_subplot()
         for run in runs:
             curve(axes, run.rows, metric, encodable(_name(run)))
+            rows = run.config.get("data.val_size")
+            if metric == ACCURACY and isinstance(rows, int) and rows > 0:  # of a file, nobody has written how many
+                steps, values = series(run.rows, metric)
+                bounds = [share_estimate(value, rows) for value in values]
+                band = [one.low for one in bounds], [one.high for one in bounds]
+                axes.fill_between(steps, *band, color=axes.lines[-1].get_color(), alpha=0.12, linewidth=0)
+        if metric == ACCURACY:
+            axes.set_title("Share of successes; bands: 95 % intervals over the rows of data.val_size", fontsize=9)
+            share_axis(axes)
         label_steps(axes)
         axes.set_ylabel(metric)
         if len(runs) <= _MOST_NAMES:

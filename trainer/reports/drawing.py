@@ -77,6 +77,12 @@ def curve(axes: Axes, rows: Rows, name: str, label: str, colour: str | None = No
     axes.plot(steps, values, color=colour, label=label, marker=marker, markersize=4, linewidth=1.6, gid=name)
 
 
+def share_axis(axes: Axes) -> None:
+    """Let the vertical axis of shares begin at 0 and end at 1 at most, so that little looks like little."""
+    top = axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1.0  # nothing, or only zeros
+    axes.set_ylim(0, 1.02 if top > 0.85 else 1.2 * top)
+
+
 def _smooth(values: list[float], window: int) -> list[float]:
     """Return the mean of the `window` values around each value; fewer at the ends, and NaN is left out."""
     import numpy as np

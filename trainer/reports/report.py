@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shlex
-import statistics
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -154,6 +153,7 @@ def _accuracy(axes: Axes, rows: Rows) -> None:
     title = f"Validation accuracy: first {values[0]:.3f}, best {best:.3f}, last {values[-1]:.3f}"
     more = [(name, name.removeprefix("val/"), colour) for name, colour in colours]
     _curves(axes, rows, title, "share of successes", [(ACCURACY, "greedy", ORANGE), *more])
+    drawing.share_axis(axes)
 
 
 def _length(axes: Axes, rows: Rows) -> None:
@@ -204,6 +204,8 @@ def _family(axes: Axes, rows: Rows, names: Sequence[str], title: str, unit: str)
     hidden = len(names) - len(colours)
     axes.legend(title=f"and {hidden} more, not drawn" if hidden > 0 else None)
     axes.set(title=title, ylabel=unit)
+    if unit == "accuracy":
+        drawing.share_axis(axes)
 
 
 def _time(axes: Axes, rows: Rows) -> None:
@@ -221,8 +223,8 @@ def _time(axes: Axes, rows: Rows) -> None:
     top = [max(b, row["time/step"]) for b, row in zip(base, timed, strict=True)]
     axes.stairs(top, edges, baseline=base, fill=True, color=GREY, label="rest")
     axes.set(title="Time per step", ylabel="seconds")
-    # Leave space for the legend. If the first step is much slower than the others, there is enough.
-    axes.set_ylim(0, max(1.05 * max(top), 1.6 * statistics.median(top)))
+    # Leave space for the legend, which covers the right part. Above a first step that is much slower there is enough.
+    axes.set_ylim(0, max(1.05 * max(top), 1.6 * max(top[len(top) // 5 :])))
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper right", ncols=3)
 
