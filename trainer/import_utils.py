@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from trainer.errors import UserError, describe_error, describe_with_place, did_you_mean
 from trainer.process import signals
-from trainer.process.startup import importing
+from trainer.process.startup import importing, noting_processes
 
 Spec = TypeVar("Spec")
 
@@ -52,7 +52,8 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         sys.path.append(os.getcwd())
     import_numpy()
     here = os.getcwd().replace("{", "{{").replace("}", "}}")
-    with importing(), user_code(f"{key}={path}: cannot be imported ({{}}), neither from {here} nor from a package"):
+    problem = f"{key}={path}: cannot be imported ({{}}), neither from {here} nor from a package"
+    with importing(), noting_processes(), user_code(problem):
         module = importlib.import_module(module_name)
         names = [name for name in dir(module) if not name.startswith("_") and _is_value(getattr(module, name, None))]
         function = getattr(module, function_name, None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
 import sys
 import traceback
 from typing import NoReturn
+
+import psutil
 
 from trainer.errors import (
     DivergedError,
@@ -25,6 +28,7 @@ from trainer.errors import (
 from trainer.files.redaction import redact_text
 from trainer.process.log_setup import LOG_FILE, show
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
+from trainer.process.startup import STARTED
 
 _ODD_FILES = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EINVAL, errno.ELOOP)
 """Errors of a path at which something else is than a file of its kind."""
@@ -60,8 +64,17 @@ class Outcome:
         sys.stdout.flush()
         sys.stderr.flush()
         SIGNALS.end_watch()
+        _end_started()
         # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
         os._exit(self.status)
+
+
+def _end_started() -> None:
+    """Kill the processes that modules of the user have started when they were imported, and theirs."""
+    for process in STARTED:
+        with contextlib.suppress(psutil.Error):
+            for one in (*process.children(recursive=True), process):
+                one.kill()
 
 
 class JobEnded(BaseException):

@@ -124,10 +124,8 @@ class LogFile(logging.Handler):
         return False
 
     def open(self, path: str) -> None:
-        """Write to the file at `path`, starting with the lines that wait.
-
-        Does nothing if a file is open: the start of the run may have been recorded early.
-        """
+        """Write to the file at `path`, starting with the lines that wait; not if a file is open: the start of the run
+        may have been recorded early."""
         if not self.is_used or self._file is not None:
             return
         with contextlib.suppress(OSError):
@@ -258,10 +256,8 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 class _LenientFile(io.FileIO):
-    """A file whose writes never fail. Data that cannot be written is dropped.
-
-    For stdout, a warning on stderr reports this once, unless the reader has closed the pipe.
-    """
+    """A file whose writes never fail. Data that cannot be written is dropped. For stdout, a warning on stderr reports
+    this once, unless the reader has closed the pipe."""
 
     _warned = False
 

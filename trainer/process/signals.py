@@ -228,11 +228,8 @@ class Signals:
         self.check(is_progress=self._passed_behind != before)
 
     def stop_behind(self, error: BaseException) -> BaseException | None:
-        """Return the exception of a signal if it explains `error`, otherwise None.
-
-        A library may have replaced the exception. Or processes of the job may have died of a signal that this process
-        received as well.
-        """
+        """Return the exception of a signal if it explains `error`, otherwise None. A library may have replaced the
+        exception. Or processes of the job may have died of a signal that this process received as well."""
         if error is self.raised:
             return None
         if self.raised is None and self.first and isinstance(error, WorkerError):

@@ -9,21 +9,20 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from trainer.process.signals import SIGNALS
 from trainer.process.tracing import TRACER
 
+STARTED: list[Any] = []
+"""Processes that modules of the user have started when they were imported here. They end with this process."""
 _running: tuple[tuple[str, float], ...] = ()  # names and start times, outermost first
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Name what the job does while the block runs. Stages may nest. Only for the main thread.
-
-    Raises:
-        Stopped: a signal arrived.
-    """
+    """Name what the job does while the block runs. Stages may nest. For the main thread. A signal raises Stopped."""
     global _running
     SIGNALS.check()
     outer, _running = _running, (*_running, (name, time.monotonic()))
@@ -51,3 +50,17 @@ def importing() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def noting_processes() -> Iterator[None]:
+    """Add the processes that the block starts to `STARTED`; those of this package may start meanwhile."""
+    import psutil
+
+    before = set(psutil.Process().children())
+    try:
+        yield
+    finally:
+        for process in set(psutil.Process().children()) - before:
+            with suppress(psutil.Error):
+                STARTED.extend([process] * ("trainer" not in " ".join(process.cmdline())))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trainer.algorithms import ADVANTAGES, POLICY_LOSSES
@@ -161,3 +164,28 @@ def test_modules_of_the_working_directory_are_found_and_hide_no_others(tmp_path)
         [sys.executable, "-P", "-c", SHADOWED], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == "3.0", done.stderr
+
+
+STARTS = """
+from trainer.config.outcome import Outcome
+from trainer.import_utils import import_function
+print(import_function("mine:pid", "reward.name")(), flush=True)
+Outcome(0).exit()
+"""
+
+
+def test_what_a_module_starts_when_it_is_imported_ends_with_the_job(tmp_path):
+    code = """
+        import subprocess
+        server = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        def pid(): return server.pid
+    """
+    (tmp_path / "mine.py").write_text(textwrap.dedent(code))
+    done = subprocess.run([sys.executable, "-c", STARTS], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with contextlib.suppress(psutil.NoSuchProcess):
+        server = psutil.Process(int(done.stdout))
+        psutil.wait_procs([server], timeout=60)
+        is_left = server.is_running() and server.status() != psutil.STATUS_ZOMBIE
+        server.kill()
+        assert not is_left
