@@ -57,7 +57,7 @@ class AgentRunner(EpisodeRunner):
     def __enter__(self) -> Self:
         e = self.config
         with contextlib.ExitStack() as stack:
-            self.server = stack.enter_context(shared_server(e.agent_host, e.agent_port, e.agent_url))
+            self.server = stack.enter_context(shared_server(*e.agent_listens, e.agent_url))
             stack.enter_context(self.pool)
             self._entered = stack.pop_all()
         return self

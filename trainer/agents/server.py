@@ -49,10 +49,8 @@ class AgentServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="agent endpoint", daemon=True)
 
     def __enter__(self) -> Self:
-        listener = listen(
-            self._host, self._port, f"environment.agent_host={self._host} environment.agent_port={self._port}"
-        )
         shown = f"[{self._host}]" if ":" in self._host else self._host
+        listener = listen(self._host, self._port, f"environment.agent_address={shown}:{self._port}")
         self._url = (self._url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(listener), self._loop).result()

@@ -223,14 +223,20 @@ class EnvironmentConfig(Section):
     agent_sampling: str = choice("refuse", ("refuse", "override"), resume="rollouts")
     """What happens to requests of agents whose `temperature`, `top_p` or `top_k` is not that of the run. `refuse`: they
     get an error. `override`: the values do not count. The run can learn from its own way of sampling alone."""
-    agent_host: str = setting("127.0.0.1", resume="harmless")
-    """Address that the server for agents listens on. Agents in containers and on other machines need another one (see
-    docs/agents.md)."""
-    agent_port: int = number(0, at_least=0, at_most=65535, resume="harmless")
-    """Port of the server for agents. 0: a free one."""
+    agent_address: str = setting("127.0.0.1", resume="harmless")
+    """`HOST` or `HOST:PORT` on which the server for agents listens; without a port, on a free one. Agents in containers
+    and on other machines need another one (see docs/agents.md)."""
     agent_url: str | None = setting(None, resume="harmless")
-    """How agents reach the server, such as `http://host.docker.internal:8123`. null: by `environment.agent_host` and
-    its port."""
+    """How agents reach the server, such as `http://host.docker.internal:8123`. null: by
+    `environment.agent_address`."""
+
+    @property
+    def agent_listens(self) -> tuple[str, int]:
+        """Host and port of `agent_address`; the port is 0 if it has none, and -1 if it is no number."""
+        host, colon, port = self.agent_address.rpartition(":")
+        if not colon or ":" in host and not host.endswith("]"):  # a plain address of IPv6
+            return self.agent_address.strip("[]"), 0
+        return host.strip("[]"), int(port) if port.isdecimal() else -1
 
     @property
     def is_agent(self) -> bool:

@@ -389,8 +389,9 @@ def check_environments(config: Config) -> Rules:
             problem = f"exceeds {LONGEST_OF_TINY}, the longest sequence of the built-in model"
             yield is_long, f"{name}.max_tokens", problem
         problem = f"is no address that agents can use; set {name}.agent_url to one"
-        is_unreachable = environment.agent_host in _ALL_ADDRESSES and environment.agent_url is None
-        yield is_unreachable, f"{name}.agent_host", problem
+        host, port = environment.agent_listens
+        yield host in _ALL_ADDRESSES and environment.agent_url is None, f"{name}.agent_address", problem
+        yield not 0 <= port <= 65535, f"{name}.agent_address", "must be HOST or HOST:PORT"
         is_penalised = config.algorithm.overlong_buffer and not name.startswith("data.val_sets.")  # in training alone
         problem = f"is for one completion a prompt; set it to 0, or drop {name}.name"
         yield is_penalised, "algorithm.overlong_buffer", problem

@@ -246,10 +246,13 @@ def test_several_users_of_an_address_share_a_server(tokenizer):
 
 
 def test_an_address_that_cannot_be_used_is_refused():
-    with AgentServer("127.0.0.1") as server, pytest.raises(UserError, match="agent_port=.*: cannot listen there"):
+    with (
+        AgentServer("127.0.0.1") as server,
+        pytest.raises(UserError, match="agent_address=127.0.0.1:.*: cannot listen there"),
+    ):
         port = int(server.address("x").split(":")[2].split("/")[0])
         AgentServer("127.0.0.1", port).__enter__()
-    with pytest.raises(UserError, match="environment.agent_host=no.such.host"):
+    with pytest.raises(UserError, match="environment.agent_address=no.such.host:0"):
         AgentServer("no.such.host").__enter__()
 
 

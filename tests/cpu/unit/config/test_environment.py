@@ -23,13 +23,18 @@ CONTRADICTIONS = [
         "environment.max_tokens=5000: exceeds 4096, the longest sequence of the built-in model",
     ),
     (
-        ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0"],
-        "environment.agent_host=0.0.0.0: is no address that agents can use; set environment.agent_url to one",
+        ["environment.name=guess:Guess", "environment.agent_address=0.0.0.0"],
+        "environment.agent_address=0.0.0.0: is no address that agents can use; set environment.agent_url to one",
+    ),
+    (
+        ["environment.name=guess:Guess", "environment.agent_address='10.0.0.7:http'"],
+        "environment.agent_address=10.0.0.7:http: must be HOST or HOST:PORT",
     ),
 ]
 AT_THE_BOUND = [
-    ["environment.name=guess:Guess", "environment.agent_host=0.0.0.0", "environment.agent_url=http://gpu7:80"],
-    ["environment.agent_host=0.0.0.0"],
+    ["environment.name=guess:Guess", "environment.agent_address=0.0.0.0", "environment.agent_url=http://gpu7:80"],
+    ["environment.agent_address=0.0.0.0"],
+    ["environment.name=guess:Guess", "environment.agent_address='[::1]:8123'"],
     ["environment.name=guess:Guess", "rollout.max_prompt_tokens=64", "environment.max_tokens=65"],
     ["rollout=transformers", "environment.max_tokens=5000"],
 ]
