@@ -82,9 +82,16 @@ class ServerEngine:
 
     def _wait_for_lease(self, timeout_s: float) -> dict[str, Any]:
         deadline, warned = time.monotonic() + timeout_s, time.monotonic() + time_limits.SERVER_WARNING_S
+        free_at = None  # a job that was killed, perhaps an earlier start of this one elsewhere, gives no sign of life
         while True:
             try:
                 return self._post(protocol.LEASE, self._claim, shape=_LEASE_SHAPE)
+            except _InUseError as error:
+                if free_at is None:
+                    free_at = time.monotonic() + min(error.left_s, timeout_s) + time_limits.SERVER_RETRY_S
+                    show(f"WARNING: {error}; waiting until then for a sign of life of that job", error=True)
+                if time.monotonic() > free_at:
+                    raise
             except WorkerError as error:
                 now = time.monotonic()
                 if now > deadline:
@@ -364,6 +371,8 @@ class ServerEngine:
         match answer["kind"]:
             case protocol.REFUSED:
                 return UserError(f"rollout.urls: {self.url} {text}")
+            case protocol.IN_USE:
+                return _InUseError(f"rollout.urls: {self.url} {text}", float(answer.get("left_s", 0)))
             case protocol.ABSENT:
                 return _AbsentError(text)
             case _:
@@ -393,6 +402,14 @@ def leave_servers(urls: Sequence[str], job: Job) -> None:
 def _authorization() -> dict[str, str]:
     token = read_token()
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class _InUseError(UserError):
+    """Another job has the server, for `left_s` seconds more if it gives no sign of life."""
+
+    def __init__(self, text: str, left_s: float):
+        super().__init__(text)
+        self.left_s = left_s
 
 
 class _AbsentError(Exception):

@@ -32,9 +32,9 @@ LARGEST_BODY = 1 << 32
 ALIVE_S = 2.0
 """Between two empty lines of a stream."""
 
-LOST, REFUSED, BUSY, ABSENT = "lost", "refused", "busy", "absent"
+LOST, REFUSED, BUSY, ABSENT, IN_USE = "lost", "refused", "busy", "absent", "in use"
 """Kinds of errors: the engine has lost the weights, or the server another engine; the job must change something;
-the server cannot answer now; the files are on another machine."""
+the server cannot answer now; the files are on another machine; another job has the server."""
 
 _STARTS_FILE = "starts.jsonl"
 """File of a run with one line for each start (see `trainer.run.run_metadata`)."""

@@ -26,7 +26,7 @@ from trainer.generation import server_protocol as protocol
 from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
 from trainer.generation.weight_check import find_difference
 from trainer.inference.backend import Backend
-from trainer.inference.lease import Lease, RefusedError
+from trainer.inference.lease import InUseError, Lease, RefusedError
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
@@ -93,6 +93,9 @@ class Gateway:
             return web.json_response({"error": "web pages may not use this server"}, status=403)
         try:
             return await handler(request)
+        except InUseError as error:
+            body = error_body(protocol.IN_USE, str(error)) | {"left_s": error.left_s}
+            return web.json_response(body, status=409)
         except RefusedError as error:
             return web.json_response(error_body(protocol.REFUSED, str(error)), status=409)
         except LookupError as error:

@@ -12,6 +12,14 @@ class RefusedError(Exception):
     """The job may not use the server. The text is what the server does, without a subject."""
 
 
+class InUseError(RefusedError):
+    """Another job has the server, for `left_s` seconds more if it gives no sign of life."""
+
+    def __init__(self, user: str, left_s: float):
+        super().__init__(f"is in use by {user}; choose another server, or end that job and wait {left_s:.0f} s")
+        self.left_s = left_s
+
+
 class Lease:
     """The job that uses the server.
 
@@ -34,7 +42,8 @@ class Lease:
         """Give the server to a process of `job`; return whether another process had it, or none.
 
         Raises:
-            RefusedError: another job uses it, or a later start of the same run does.
+            InUseError: another job uses it.
+            RefusedError: a later start of the same run does.
             LookupError: the process or its job has left, or another process of the job has taken its place.
         """
         if self._has_left(job.owner):
@@ -51,9 +60,7 @@ class Lease:
         left_s = self._seen + self.lease_s - self._now()
         if user.run != job.run:
             if left_s > 0:
-                raise RefusedError(
-                    f"is in use by {user.name}; choose another server, or end that job and wait {left_s:.0f} s"
-                )
+                raise InUseError(user.name, left_s)
         elif user.start > job.start:
             raise RefusedError(f"has been taken by a newer start of this run (start {user.start})")
         elif user.start == job.start and user.engine != job.engine:

@@ -171,8 +171,7 @@ def test_one_job_uses_a_server(server, weights, monkeypatch):
             with pytest.raises(UserError, match=r"has been taken by a newer start of this run \(start 2\)"):
                 with engine(server.url, job("a", 1)):
                     pass
-            second._ended.set()  # as if its process were stopped
-            time.sleep(6)  # the lease is 5 seconds
+            second._ended.set()  # as if its process were stopped: its lease of 5 seconds ends, and the next job waits
             with engine(server.url, job("b")), pytest.raises(UserError, match="this job has lost it"):
                 second.set_version(1)
     assert server.status()["job"] is None
