@@ -85,7 +85,7 @@ def start_until(place: str, reached: Path, server: Server) -> ForkedCommand:
 @pytest.mark.release
 @pytest.mark.usefixtures("own")  # it has made the built-in model, whose warm start has the same failpoints
 def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(server, tmp_path):
-    """It closes no connection, so the job would wait for signs of life."""
+    """It closes no connection: the job waits for a sign of life, and saves when none has come."""
     log, reached = tmp_path / "run/log.txt", tmp_path / "reached"
     process = start_until("trained,1", reached, server)
     server.process.send_signal(signal.SIGSTOP)
@@ -95,9 +95,7 @@ def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(server, 
         assert process.wait(120) == 75, (tmp_path / "output").read_text()
     finally:
         server.process.send_signal(signal.SIGCONT)
-    told = log.read_text()
-    assert f"after SIGTERM the inference server {server.url} has not answered for 4 s" in told
-    assert "no sign of life" not in told
+    assert "no sign of life for 30 s" in log.read_text()
 
 
 def test_the_api_server_of_vllm_dies_under_a_job_that_samples_ahead(server, own, tmp_path):
