@@ -209,11 +209,21 @@ RULES = (
         "(trainer.resume_path)",
     ),
     Rule(
+        "no_success",
+        "reward.success_threshold",
+        (ACCURACY,),
+        2,
+        lambda s: s[ACCURACY] == s.past.best_accuracy == 0,
+        f"`{ACCURACY}` is 0",
+        "no reward has reached reward.success_threshold yet; if that is not the reward of a success, change it, or "
+        "compare by trainer.best_metric=val/reward/mean; otherwise try easier prompts, or examples first (trainer sft)",
+    ),
+    Rule(
         "no_gain",
         "trainer.policy.optimizer.lr",
         (ACCURACY,),
         3,
-        lambda s: max(s[ACCURACY], s.past.trained_accuracy) <= s.past.accuracy_of_start and not s.is_solved(),
+        lambda s: 0 < s.past.accuracy_of_start >= max(s[ACCURACY], s.past.trained_accuracy) and not s.is_solved(),
         f"`{ACCURACY}` of no step is above that of the start",
         "what is learnt does not show there; look whether reward/mean rises, and try another "
         "trainer.policy.optimizer.lr",

@@ -56,6 +56,7 @@ SICK: dict[str, dict[str, float]] = {
     "mismatch": {"rollout/k3_kl": 0.02},
     "stale_rollouts": {"rollout/ess": 0.4} | STALE,
     "falling_accuracy": {"val/accuracy": 0.25},
+    "no_success": {"val/accuracy": 0.0},
     "no_gain": {"val/accuracy": 0.5},
     "kl_explosion": {"policy/kl": 2.1},
     "useless_critic": {"critic/explained_variance": 0.0},
@@ -69,12 +70,15 @@ SICK: dict[str, dict[str, float]] = {
 BEFORE: dict[str, dict[str, float]] = {"stale_rollouts": STALE, "falling_accuracy": {"val/accuracy": 0.55}}
 
 
-def history(*parts: tuple[int, dict[str, float]]) -> list[dict]:
+def history(*parts: tuple[int, dict[str, float]], start: float | None = 0.5) -> list[dict]:
     """Return the lines of a run: for each part that many steps, with these values in place of the healthy ones.
 
-    Before them is the validation of the initial weights.
+    Before them is the validation of the initial weights, `start`.
     """
-    rows = [{"val/accuracy": 0.5}, *(START | values for count, values in parts for _ in range(count))]
+    rows = [
+        {} if start is None else {"val/accuracy": start},
+        *(START | values for count, values in parts for _ in range(count)),
+    ]
     return [{"step": step} | row for step, row in enumerate(rows)]
 
 
@@ -94,7 +98,8 @@ def test_a_healthy_run_gets_no_advice(file, config):
 @pytest.mark.parametrize("rule", RULES, ids=[f"{rule.name}-{rule.steps}" for rule in RULES])
 def test_a_sick_run_gets_the_advice_once_with_a_key_that_exists(rule):
     sick, healthy = SICK[rule.name], BEFORE.get(rule.name, {})
-    rows = history((30, healthy), (rule.steps, sick), (5, sick))
+    start = None if rule.name == "no_success" else 0.5
+    rows = history((30, healthy), (rule.steps, sick), (5, sick), start=start)
     assert named(rows[: 1 + 30 + rule.steps - 1]) == [], "the first steps may be chance"
     (advice,) = advise(rows)
     assert (advice.name, advice.steps) == (rule.name, (31, 30 + rule.steps + 5)) and advice.key == rule.key
@@ -117,7 +122,8 @@ def test_every_rule_has_a_sick_run_and_reads_metrics_that_are_logged():
 def test_a_single_bad_step_is_no_reason(name):
     sick = SICK[name]
     healthy = BEFORE.get(name, {})
-    assert named(history((30, healthy), (1, sick), (30, healthy))) == []
+    start = None if name == "no_success" else 0.5
+    assert named(history((30, healthy), (1, sick), (30, healthy), start=start)) == []
 
 
 @pytest.mark.parametrize(
