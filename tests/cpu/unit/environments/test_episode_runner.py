@@ -277,7 +277,7 @@ def test_the_environments_of_episodes_that_fail_together_are_closed(runner, toke
 
     class Gone(Policy):
         def complete(self, request: Request) -> Completion:
-            assert count() == before + 3
+            assert before < count() <= before + 3
             raise UserError("the engines are gone")
 
     before = count()
