@@ -6,6 +6,7 @@ episode has failed.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections import Counter
@@ -63,6 +64,9 @@ class Session:
             call = self._call(method, given, is_alone)
             try:
                 value = await calls.ask(call)
+            except asyncio.CancelledError:
+                self.home = call.home  # it may have the environment, which `close` ends there
+                raise
             except CallLost as lost:
                 is_alone, self._answered, self.home = is_alone or lost.is_suspect, 0, None
             except CallFailed as failed:
