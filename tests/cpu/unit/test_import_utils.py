@@ -149,9 +149,8 @@ def test_the_threads_of_a_library_that_a_module_imports_get_no_signals(tmp_path)
 SHADOWED = """
 import subprocess, sys
 from trainer.import_utils import import_function
-from trainer.sandbox.process import preamble
 assert import_function("mine:reward", "reward.name")() == 1.0
-code = preamble(None) + "; import trainer.errors, json, mine; print(json.loads('2') + mine.reward())"
+code = f"import sys; sys.path[:] = {sys.path!r}; import trainer.errors, json, mine; print(json.loads('2') + mine.reward())"  # as a process of rewards begins
 print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 """
 

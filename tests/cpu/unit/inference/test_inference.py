@@ -353,7 +353,7 @@ def test_what_a_server_refuses_before_it_starts(monkeypatch):
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"inference.port={port}: cannot listen there .*in use"):
-            listen("127.0.0.1", port, "inference.")
+            listen("127.0.0.1", port, f"inference.port={port}")
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]")))
     assert not is_loopback("127.0.0.1.evil.example") and not is_loopback(socket.gethostname() + ".example")
 
