@@ -146,11 +146,13 @@ def test_the_threads_of_a_library_that_a_module_imports_get_no_signals(tmp_path)
     assert done.returncode == 0, done.stderr
 
 
+# A process of rewards begins with such code.
 SHADOWED = """
 import subprocess, sys
 from trainer.import_utils import import_function
 assert import_function("mine:reward", "reward.name")() == 1.0
-code = f"import sys; sys.path[:] = {sys.path!r}; import trainer.errors, json, mine; print(json.loads('2') + mine.reward())"  # as a process of rewards begins
+code = f"import sys; sys.path[:] = {sys.path!r}; import trainer.errors, json, mine; "
+code += "print(json.loads('2') + mine.reward())"
 print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 """
 
