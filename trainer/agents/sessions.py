@@ -98,7 +98,7 @@ class AgentSession:
 
 
 class _Attempt:
-    """One run of an agent. It is cancelled if it takes too long; if it goes on, its process is replaced."""
+    """One run of an agent. If it takes too long, it is cancelled; if it does not end then, its process is replaced."""
 
     def __init__(self, episode: AgentEpisode, timeout_s: float):
         self.is_late = False
@@ -126,15 +126,17 @@ class _Attempt:
             while not (await asyncio.wait([asked], timeout=time_limits.POLL_INTERVAL_S))[0]:
                 if not self.is_late and episode.idle_s() > self._timeout_s:
                     self.is_late = True
-                    calls.begin(self._cancel(calls, call.home))
+                    calls.begin(self._cancel(calls, call.worker))
         finally:
             asked.cancel()  # if it has not ended
         return await asked
 
-    async def _cancel(self, calls: Calls, home: Any) -> None:
+    async def _cancel(self, calls: Calls, worker: Any) -> None:
         limit = (_LIMIT, self._timeout_s + CANCEL_S)
         with contextlib.suppress(CallLost, CallFailed):
-            await calls.ask(Call([self._number, "cancel"], "cancel", limit, is_session=True, is_urgent=True, home=home))
+            await calls.ask(
+                Call([self._number, "cancel"], "cancel", limit, is_session=True, is_urgent=True, worker=worker)
+            )
 
 
 class AgentPool(WorkerPool):

@@ -46,7 +46,7 @@ class Session:
         """The policy cannot have caused the failure."""
         self.failures = 0
         """Calls that have failed."""
-        self.home: Any = None
+        self.worker: Any = None
         """The process that has the environment."""
         self._answered = 0  # calls that the present environment has answered
         self._number = next(_NUMBERS)  # its name in messages to the process
@@ -65,25 +65,25 @@ class Session:
             try:
                 value = await calls.ask(call)
             except asyncio.CancelledError:
-                self.home = call.home  # it may have the environment, which `close` ends there
+                self.worker = call.worker  # it may have the environment, which `close` ends there
                 raise
             except CallLost as lost:
-                is_alone, self._answered, self.home = is_alone or lost.is_suspect, 0, None
+                is_alone, self._answered, self.worker = is_alone or lost.is_suspect, 0, None
             except CallFailed as failed:
-                self._answered, self.home = 0, None if failed.status == "died" else call.home
+                self._answered, self.worker = 0, None if failed.status == "died" else call.worker
                 self.failures += 1
                 if self.failures >= self.most_attempts:
                     self.fail(failed.status, f"{method} {failed.reason}")
             else:
-                self.home = call.home
+                self.worker = call.worker
                 self._take(value)
 
     async def close(self, calls: Calls) -> None:
         """Close the environment."""
-        if self.home is None:
+        if self.worker is None:
             return
         call = self._call("close", [])
-        self.home = None
+        self.worker = None
         try:
             await calls.ask(call)
         except CallLost:
@@ -94,7 +94,7 @@ class Session:
     def _call(self, method: str, given: list[Any], is_alone: bool = False) -> Call:
         ends = method == "close"
         message = [self._number, method, *given]
-        return Call(message, method, is_alone=is_alone, is_session=True, ends_session=ends, home=self.home)
+        return Call(message, method, is_alone=is_alone, is_session=True, ends_session=ends, worker=self.worker)
 
     def _take(self, value: Any) -> None:
         """Take an answer. One that was given before must be the same."""

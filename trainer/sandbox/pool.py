@@ -59,7 +59,7 @@ class Call:
         limit: key and value of the longest time for it. None: those of the pool.
         is_async: the handler returns an awaitable. Calls of sessions are so where the handler says it.
         is_alone: the process makes no other call meanwhile.
-        is_session: one process must make all calls of its session: `home`, which the first one gets.
+        is_session: one process must make all calls of its session: `worker`, which the first one gets.
         ends_session: it is the last one of its session.
         is_urgent: it is sent at once, whatever the process does.
         on_sent: called on the thread of the pool when it is sent.
@@ -73,7 +73,7 @@ class Call:
     is_session: bool = False
     ends_session: bool = False
     is_urgent: bool = False
-    home: _Worker | None = None
+    worker: _Worker | None = None
     on_sent: Callable[[], None] = lambda: None
     calls: Calls | None = None
     """The block in which it was made."""
@@ -255,12 +255,12 @@ class WorkerPool:
         call.answer = self._loop.create_future()
         if self._error is not None:
             raise self._error
-        if call.is_session and call.home is None:
-            call.home = min(self._workers, key=lambda worker: worker.sessions)
-            call.home.sessions += 1
-        if call.home is not None and call.home.has_ended:
+        if call.is_session and call.worker is None:
+            call.worker = min(self._workers, key=lambda worker: worker.sessions)
+            call.worker.sessions += 1
+        if call.worker is not None and call.worker.has_ended:
             raise CallLost
-        waiting = self._todo if call.home is None else call.home.todo
+        waiting = self._todo if call.worker is None else call.worker.todo
         if call.is_urgent:
             waiting.appendleft(call)
         else:

@@ -47,7 +47,7 @@ def play(pool: EnvironmentPool, *rows: dict[str, Any], turns: int = 2) -> list[S
     for session in sessions:
         session.ended = True
     step_all(pool, sessions)
-    assert all(session.home is None for session in sessions)
+    assert all(session.worker is None for session in sessions)
     assert all(not worker.sessions and not worker.calls for worker in pool._workers)
     return sessions
 
@@ -93,7 +93,7 @@ def test_an_environment_that_fails_again_costs_its_episode_alone(pool):
 def test_environments_are_spread_over_the_processes(pool):
     sessions = [Session({}, seed=i) for i in range(6)]
     step_all(pool, sessions)
-    assert sorted(Counter(id(session.home) for session in sessions).values()) == [3, 3]
+    assert sorted(Counter(id(session.worker) for session in sessions).values()) == [3, 3]
     for session in sessions:
         session.ended = True
     step_all(pool, sessions)

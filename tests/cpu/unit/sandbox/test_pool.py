@@ -76,7 +76,7 @@ class Work:
         self.values: list[Any] = []
         self.failures = 0
         self.failure = ""
-        self.home: Any = None
+        self.worker: Any = None
 
     async def do(self, calls: Calls) -> None:
         if not self.session:
@@ -88,13 +88,13 @@ class Work:
                 self.failure = f"{failed.status}: {failed.reason}"
             return
         while len(self.values) < len(self.calls):
-            call = Call(self.calls[len(self.values)], is_session=True, home=self.home, is_alone=self.is_alone)
+            call = Call(self.calls[len(self.values)], is_session=True, worker=self.worker, is_alone=self.is_alone)
             try:
                 self.values.append(await calls.ask(call))
-                self.home = call.home
+                self.worker = call.worker
             except (CallFailed, CallLost) as error:
                 self.failures += isinstance(error, CallFailed)
-                self.values, self.home = [], None
+                self.values, self.worker = [], None
 
 
 def pool_of(num_processes: int = 1, is_concurrent: bool = False) -> WorkerPool:
@@ -175,7 +175,7 @@ def test_an_urgent_call_reaches_a_process_that_takes_no_other():
             calls.begin(alone.do(calls))
             while not pool._workers[0].calls:
                 await asyncio.sleep(0.01)
-            return await calls.ask(Call(["meet", 2], is_session=True, is_urgent=True, home=pool._workers[0]))
+            return await calls.ask(Call(["meet", 2], is_session=True, is_urgent=True, worker=pool._workers[0]))
 
     with pool_of(is_concurrent=True) as pool:
         assert asyncio.run(meet(pool)) and alone.values and not alone.failure
