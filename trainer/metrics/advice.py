@@ -48,8 +48,8 @@ class _Past:
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
-        self.accuracy = self.best_accuracy = 0.0
-        """The last and the highest validation accuracy."""
+        self.accuracy = 0.0
+        """The last validation accuracy."""
         self.accuracy_of_start = -math.inf
         self.trained_accuracy = -math.inf
         """The highest one of a step."""
@@ -60,11 +60,15 @@ class _Past:
             if len(first) < _START:
                 first.append(value)
         self.accuracy = row.get(ACCURACY, self.accuracy)
-        self.best_accuracy = max(self.accuracy, self.best_accuracy)
         if step > 0:
             self.trained_accuracy = max(self.trained_accuracy, row.get(ACCURACY, -math.inf))
         else:
             self.accuracy_of_start = row.get(ACCURACY, -math.inf)
+
+    @property
+    def best_accuracy(self) -> float:
+        """The highest validation accuracy, or 0."""
+        return max(0.0, self.accuracy_of_start, self.trained_accuracy)
 
     def start(self, name: str, default: float = math.nan) -> float:
         """Return the median of the first steps; `default` if there are too few: NaN is neither above nor below."""
