@@ -5,6 +5,7 @@ const OVERVIEW = [
   "policy/entropy", "policy/clip_frac", "policy/grad_norm", "reward/zero_std_frac", "response_length/clip_ratio",
   "rollout/logprob_diff_mean", "critic/explained_variance", "rollout/staleness_mean", "time/step", "perf/tokens_per_s",
 ];
+const TERM = /^(val\/)?reward\/[^/]+\/mean$/, MOST_TERMS = 6;
 const WIDTH = 380, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
 const MANY = 200;
 const KINDS = { restart: "restarts", incident: "incidents", checkpoint: "checkpoints" };
@@ -34,7 +35,9 @@ function curvesTab() {
       fill(panels, section(`${found.length} metrics`, found, runs, marks, true));
       return;
     }
-    const first = OVERVIEW.filter((name) => names.includes(name));
+    const terms = names.filter((name) => TERM.test(name)).slice(0, MOST_TERMS);
+    const first = OVERVIEW.flatMap((name) => name === "reward/mean" ? [name, ...terms] : name)
+      .filter((name) => names.includes(name));
     const groups = new Map();
     for (const name of names) {
       const group = name.split("/")[0];
@@ -46,7 +49,18 @@ function curvesTab() {
 
   draw();
   const boxes = kinds.map(([kind, text]) => tick(`show-${kind}`, text, !hidden.has(kind), toggle(kind)));
-  return el("section", { id: "curves" }, adviceBox(), el("div", { class: "bar" }, search, boxes, legend), panels);
+  return el("section", { id: "curves" }, adviceBox(), el("div", { class: "bar" }, search, boxes, legend),
+    el("div", { id: "best" }, RUNS.map((run, i) => bestOf(run) ? el("div", {}, RUNS.length > 1 ? swatch(i) : null,
+      `best ${bestOf(run)}`) : null)), panels);
+}
+
+/** Return the best value of the metric that runs are compared by, as a text; "": no step has measured it. */
+function bestOf(run) {
+  const [metric, mode] = run.compared, [steps, all] = entryOf(run.curves, metric) || [[], []];
+  const values = all.filter((value) => value !== null), better = mode === "min" ? Math.min : Math.max;
+  if (!values.length) return "";
+  const best = values.reduce((a, b) => better(a, b)), step = steps[all.indexOf(best)];
+  return `${metric} ${figure(best)} at ${step === 0 ? "the start" : `step ${step}`}`;
 }
 
 function checkbox(value, action) {

@@ -87,7 +87,9 @@ class Table {
     this.summarise(chosen);
     await this.filter();
     const row = STATE.uid && this.rows.find((one) => one.uid === STATE.uid && (!STATE.all || one.step === STATE.step));
-    row ? this.open(row) : fill(parts.detail, el("p", { class: "empty" }, "Choose an episode."));
+    if (row) return this.open(row);
+    parts.detail.parentNode.classList.remove("open");
+    fill(parts.detail, el("p", { class: "empty" }, "Choose an episode."));
   }
 
   summarise(chosen) {
@@ -182,8 +184,9 @@ class Table {
         isSorted ? el("span", { class: "arrow", "aria-hidden": "true" }, STATE.down ? "▼" : "▲") : null);
     });
     fill(this.parts.head, cells);
-    const widths = this.columns.map((column) => column.width).join(" ");
-    this.parts.scroll.style.setProperty("--columns", widths);
+    const widths = this.columns.map((column) => column.width), { style } = this.parts.scroll;
+    style.setProperty("--columns", widths.map((width, i) => this.columns[i].grows ? `minmax(${width}, 1fr)` : width).join(" "));
+    style.setProperty("--width", `calc(${widths.join(" + ")})`);  // the same for all rows, whatever is in them
   }
 
   /** Draw the rows that can be seen. */
@@ -199,7 +202,10 @@ class Table {
       const row = this.shown[k];
       const isOpen = !this.isOfGroups && row.uid === STATE.uid && row.step === this.openStep;
       const node = el("div", { class: `row${isOpen ? " open" : ""}`, role: "row", "data-uid": row.uid || row.name,
-        click: () => this.isOfGroups ? this.openGroup(row) : this.open(row) });
+        click: () => {
+          if (this.isOfGroups) return this.openGroup(row);
+          this.open(row).then(() => isNarrow() && this.parts.detail.scrollIntoView());  // it is below the table
+        } });
       node.style.top = `${k * ROW}px`;
       for (const column of this.columns) {
         const cell = el("div", { class: `cell ${column.kind}`, role: "cell" });
@@ -227,8 +233,9 @@ class Table {
   open(row) {
     this.openStep = row.step;
     change({ uid: row.uid, step: row.step });  // the step too: the page may soon have a newer one
+    this.parts.detail.parentNode.classList.add("open");
     this.draw();
-    showEpisode(this.parts.detail, row, (other) => this.open(other));
+    return showEpisode(this.parts.detail, row, (other) => this.open(other));
   }
 
   openGroup(group) {
@@ -279,9 +286,10 @@ function compare(a, b, sign) {
 const number = (key, name, title, value, width = "4.6rem") => ({
   key, name, title, width, kind: "number", first: "down", value, text: (row) => figure(value(row)),
 });
-const text = (key, name, title, value, width) => ({
-  key, name, title, width, kind: "text", first: "up", value, text: (row) => String(value(row) ?? ""),
+const text = (key, name, title, value, width, grows = false) => ({
+  key, name, title, width, grows, kind: "text", first: "up", value, text: (row) => String(value(row) ?? ""),
 });
+const isNarrow = () => matchMedia("(max-width: 900px)").matches;  // as in view.css
 
 function episodeColumns(rows) {
   const terms = new Map(), measures = new Map();
@@ -299,13 +307,13 @@ function episodeColumns(rows) {
     { ...number("number", "#", "number in its group", (row) => row.number, "2.4rem"), first: "up" },
     number("reward", "reward", "reward", (row) => row.reward, "5.2rem"),
     number("above", "± group", means, (row) => row.reward === null || row.of.mean === null ? null : row.reward - row.of.mean, "5.2rem"),
+    text("preview", "last reply", "beginning of the last reply", (row) => row.preview, "15rem", true),
     has("advantage") ? number("advantage", "advantage", "mean advantage of its tokens", (row) => row.advantage, "6rem") : null,
     ...(terms.size > 1 ? [...terms.keys()].slice(0, 6) : []).map((name) =>
       number(`term ${name}`, name, `term of the reward: ${name}`, (row) => entryOf(row.terms, name) ?? null, width(name))),
     text("status", "status", "why it ended", (row) => row.failure ? `${row.status} (failed)` : row.status, "4.6rem"),
     number("turns", "turns", "replies of the policy", (row) => row.turns, "3.8rem"),
     has("length") ? number("length", "tokens", "tokens that the policy sampled", (row) => row.length, "4.6rem") : null,
-    text("preview", "last reply", "beginning of the last reply", (row) => row.preview, "minmax(15rem, 1fr)"),
     ...[...measures.keys()].slice(0, 4).map((name) =>
       number(`metric ${name}`, name, `counted by the environment: ${name}`, (row) => entryOf(row.metrics, name) ?? null, width(name))),
     has("source") ? text("source", "source", "source of data.mix", (row) => row.source, "6rem") : null,
@@ -326,6 +334,6 @@ function groupColumns() {
       (group) => group.agrees ? "agree" : "", "4.4rem"), mark: (group) => group.agrees },
     text("name", "prompt", "name of the group", (group) => group.name, "7rem"),
     text("first", "first reply", "beginning of the last reply of its first episode", (group) => group.rows[0].preview,
-      "minmax(14rem, 1fr)"),
+      "14rem", true),
   ].filter(Boolean);
 }

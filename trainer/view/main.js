@@ -12,10 +12,6 @@ function runsTab() {
 }
 
 function runCard(run, i) {
-  const [metric, mode] = run.compared, curve = entryOf(run.curves, metric), better = mode === "min" ? Math.min : Math.max;
-  const values = curve ? curve[1].filter((value) => value !== null) : [];
-  const value = values.reduce((a, b) => better(a, b), values[0]), step = curve && curve[0][curve[1].indexOf(value)];
-  const best = values.length ? `${metric} ${figure(value)} at ${step === 0 ? "the start" : `step ${step}`}` : "–";
   const config = el("table", { class: "config" });
   const search = el("input", { id: `config-${i}`, type: "search", placeholder: "config keys",
     input: () => draw(search.value) });
@@ -33,7 +29,7 @@ function runCard(run, i) {
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) => el("td", {}, cell)))))))];
   return el("div", { class: "card", "data-run": run.name },
     el("h2", {}, RUNS.length > 1 ? swatch(i) : null, run.name),
-    el("dl", {}, [["path", run.path], ["task", run.task], ["steps", `${run.step} of ${run.total_steps}`], ["best", best],
+    el("dl", {}, [["path", run.path], ["task", run.task], ["steps", `${run.step} of ${run.total_steps}`], ["best", bestOf(run) || "–"],
       ["checkpoints", marks("checkpoint").map((mark) => mark.step).join(", ") || "none"]].map(([name, value]) =>
       [el("dt", {}, name), el("dd", {}, value)])),
     table("Advice", ["steps", "key", ""], run.advice.map((one) =>

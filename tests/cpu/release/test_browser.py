@@ -376,3 +376,32 @@ def test_names_that_every_object_of_the_browser_has_are_names_like_others(browse
     browser.click("[data-tab='runs']")
     assert "valueOf" not in browser.run("return location.hash")
     assert len(browser.all(".card[data-run]")) == 2
+
+
+def test_a_phone_shows_the_episode_that_is_tapped_and_the_whole_name_of_the_run(browser, tmp_path):
+    """Replies of different lengths do not move the columns behind them."""
+    run = make_run(tmp_path / "demo-with-arithmetic-grpo", steps=1)
+    replies = ("brief", "of many words, " * 10)
+    made = [
+        make_episode(f"0:4:{n}", [("q", reply)], 1.0, rewards={"a": 1.0, "b": 0.0}) for n, reply in enumerate(replies)
+    ]
+    write_rollouts(str(run), 1, [episode for episode, _ in made], scores=[own for _, own in made])
+    page = write_page(tmp_path / "view.html", run)
+    place = "const { left, top, right } = arguments[0].getBoundingClientRect(); return { left, top, right }"
+    for width, height in ((390, 844), (1440, 900)):
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        show_episodes(browser, page)
+        assert browser.run("return arguments[0].scrollWidth <= arguments[0].clientWidth", browser.one("h1"))
+        lasts = [
+            browser.run(place, one)["left"] for one in browser.all(".head .cell:last-child, .row .cell:last-child")
+        ]
+        assert len(lasts) == 3 and len({*lasts}) == 1, "the column of the names"
+        shown_reply = browser.run(place, browser.all(".row .cell")[4])
+        assert column(browser, "preview")[0] == "brief" and shown_reply["left"] + 50 < width
+        if width > 900:
+            assert shown_reply["right"] - shown_reply["left"] > 230
+        browser.all(".row")[1].click()
+        browser.until(lambda: browser.all("#conversation .policy"))
+        browser.until(lambda height=height: browser.run(place, browser.one("#conversation"))["top"] < height - 100)
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -109,3 +109,13 @@ def test_advice_and_what_was_left_out_are_above_the_curves(browser, tmp_path):
     assert any(note.startswith("the episodes of step 1 cannot be read") for note in notes), notes
     browser.click("[data-tab='runs']")
     assert any("rollout.n" in row for row in browser.texts(".card tbody tr"))
+
+
+def test_the_overview_has_the_terms_of_the_reward_and_the_best_value(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    lines = [{"step": 1, "reward/mean": 1.0, "reward/right/mean": 0.5, "val/accuracy": 0.5}]
+    lines += [{"step": 2, "reward/mean": 2.0**60, "reward/right/mean": 0.7, "val/accuracy": 0.75}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser.open(write_page(tmp_path / "view.html", run))
+    assert browser.texts("figcaption") == ["reward/mean", "reward/right/mean", "val/accuracy"]
+    assert browser.texts("#best") == ["best val/accuracy 0.750 at step 2"]
