@@ -16,6 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs", "examples/README.md")
 """Pages, and directories whose files are all of the site."""
+BOOSTS = {
+    "docs/recovery.md": 4,
+    "docs/checkpoints.md": 2,
+    "docs/models.md": 2,
+    "docs/config.md": 0.1,
+    "docs/api.md": 0.1,
+}
+"""How much the search prefers a page: guides come before lists that have every word."""
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
 
 
@@ -30,6 +38,9 @@ def gather(target: Path, root: Path = ROOT) -> list[Path]:
         copy = target / file.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
+    for name, boost in BOOSTS.items():
+        page = target / name
+        page.write_text(f"---\nsearch: {{boost: {boost}}}\n---\n{page.read_text()}")
     return sorted(file.relative_to(root) for file in files)
 
 

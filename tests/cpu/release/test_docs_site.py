@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -111,3 +113,25 @@ def test_every_page_of_the_navigation_exists():
     named = pages(yaml.safe_load(text)["nav"])
     assert all((ROOT / page).is_file() for page in named)
     assert {f"docs/{path.relative_to(ROOT / 'docs')}" for path in (ROOT / "docs").rglob("*.md")} <= set(named)
+
+
+def test_the_search_box_finds_keys_by_their_last_part_and_guides_before_lists(site, browser):
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    found = "return [...document.querySelectorAll('.md-search-result__link')].map((one) => new URL(one.href).pathname)"
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for words, page in (
+            ("val_interval", "/docs/config.html"),
+            ("resume", "/docs/recovery.html"),
+            ("checkpoint", "/docs/checkpoints.html"),
+        ):
+            browser.driver.get("about:blank")
+            browser.driver.get(f"http://127.0.0.1:{server.server_port}/index.html?q={words}")
+            assert browser.until(lambda: browser.run(found))[0] == page, words
+        browser.driver.get("about:blank")
+        server.shutdown()
