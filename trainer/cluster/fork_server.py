@@ -142,7 +142,7 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
         signal.signal(number, end if number == signal.SIGTERM else signal.SIG_IGN)
     signal_on_death_of_parent(signal.SIGTERM)
     try:
-        with importing():
+        with importing(), contextlib.suppress(Exception):  # a worker will raise it again, in its own words
             for module in preload:
                 importlib.import_module(module)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have exited

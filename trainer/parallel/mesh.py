@@ -6,7 +6,9 @@ import math
 import socket
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.engines import EngineSpec
 from trainer.config.trainer import AXES, axes_in_rank_order
+from trainer.import_utils import user_code
 from trainer.parallel.collectives import AxisGroup
+from trainer.process.startup import importing
+
+_TORCHVISION = (
+    "torchvision: cannot be imported with this torch ({}); uninstall it with `pip uninstall torchvision`, or install "
+    "its build for this torch"
+)
 
 
 def pick_device(device: str, engine: EngineSpec | None) -> str:
@@ -26,7 +35,13 @@ def pick_device(device: str, engine: EngineSpec | None) -> str:
     Args:
         engine: with `auto`, a GPU is not used if the installed build of this engine cannot use it. None: no
             engine runs.
+
+    Raises:
+        UserError: a torchvision is installed that was built for another torch. transformers and vLLM would import it.
     """
+    if find_spec("torchvision") is not None:
+        with importing(), user_code(_TORCHVISION):
+            import_module("torchvision")
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() and not _is_cpu_build(engine) else "cpu"

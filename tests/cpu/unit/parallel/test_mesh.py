@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config.engines import ENGINES
+from trainer.errors import UserError
 from trainer.parallel.mesh import listen, open_store, pick_device
 
 
@@ -49,6 +51,15 @@ def test_auto_uses_a_gpu_unless_the_installed_engine_cannot(engine, monkeypatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert pick_device("auto", spec) == ("cpu" if engine == "vllm" else "cuda")
     assert pick_device("cuda", spec) == "cuda"
+
+
+def test_a_torchvision_of_another_build_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    """transformers imports one that is installed, and would fail with a hundred lines about other names."""
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(UserError, match=r"^torchvision: .*torchvision::nms does not exist.*pip uninstall torchvision`"):
+        pick_device("cpu", None)
 
 
 def _sum(rank: int, address: str, results: multiprocessing.Queue) -> None:
