@@ -25,18 +25,19 @@ from trainer.process.watchdog import Watchdog
 from trainer.reports.report import final_report
 from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
-from trainer.run.stopping import StopRequest
+from trainer.run.stopping import OnStep, StopRequest
 from trainer.tasks.base import Task, make_trainer
 
 LOG = logging.getLogger(__name__)
 
 
-def run_task(task: Task, device: str, early: Early = None) -> None:
+def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | None = None) -> None:
     """Run a task to its end.
 
     Args:
         device: `cuda` or `cpu`.
         early: what of the cluster has been started.
+        on_step: not called for the steps of a warm start.
     """
     cfg, t = task.cfg, task.cfg.trainer
     exports = task.exports_last or t.hf_save_interval > 0
@@ -47,7 +48,7 @@ def run_task(task: Task, device: str, early: Early = None) -> None:
             task.check_inputs(asks_servers=False)
         run_task(task.warm_start(), device)
         SIGNALS.starting()
-    stop = StopRequest(t.deadline)
+    stop = StopRequest(t.deadline, on_step)
     with RunDirectory(cfg).open(wait=task.is_made is not None) as directory:
         if task.is_made is not None and task.is_made():
             return  # another job has made it

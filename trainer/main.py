@@ -23,6 +23,7 @@ from trainer.process.machine_limits import usable_cores
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.run.run_metadata import has_metrics, second_run
+from trainer.run.stopping import OnStep
 
 LOG = logging.getLogger(__name__)
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
@@ -139,7 +140,7 @@ def _check_devices(cfg: Config, device: str) -> None:
         )
 
 
-def train(cfg: Config) -> float | None:
+def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp():
         refuse_unread(words_given(), cfg)
@@ -153,7 +154,7 @@ def train(cfg: Config) -> float | None:
                     from trainer.jobs import run_task
                     from trainer.tasks import build_task
                 task = build_task(cfg)
-            run_task(task, device, early_for(early, device))
+            run_task(task, device, early_for(early, device), on_step)
     return best_value(cfg)
 
 

@@ -276,11 +276,11 @@ class Trainer:
         """Save when the schedule says so, after the last step, and before the run stops early.
 
         Raises:
-            Stopped: a signal or deadline asked for it; everything is saved.
+            Stopped: a signal, the deadline or the user's callback asked for it; everything is saved.
             NotSavedError: the run ends here, and its last save failed.
         """
         step, total = self.state.step, self.cfg.total_steps
-        self.stop.consider_deadline(2 * metrics["time/step"] + 2 * self.saves.seconds + 5)
+        self.stop.consider({"step": step, **metrics}, 2 * metrics["time/step"] + 2 * self.saves.seconds + 5)
         last = step == total
         stopping = self.stop.reason is not None and not last
         with self.timer("checkpoint_blocked"):

@@ -7,7 +7,6 @@ import, travels by value: cloudpickle writes it into the run directory, as a mod
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -60,21 +59,13 @@ def path_of(parameter: str, name: str) -> str:
 def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, io.IOBase):  # cloudpickle would copy the content of some files
-                raise TypeError(f"cannot pickle the open file {getattr(value, 'name', '')!r}")
-            return super().reducer_override(value)
-
-    buffer = io.BytesIO()
     try:
-        Pickler(buffer).dump(function)
+        return cloudpickle.dumps(function)
     except Exception as error:
         raise UserError(
             f"{parameter}={name}: other processes cannot get this function ({describe_error(error)}); let it open or "
             "make what it needs when it is called, or move it to a module"
         ) from error
-    return buffer.getvalue()
 
 
 def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> None:

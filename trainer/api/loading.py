@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -60,10 +58,17 @@ class SavedCheckpoint:
             dtype: `auto` (the dtype in the model's config), `float32`, `bfloat16` or `float16`.
             trust_remote_code: execute the model's code that the checkpoint holds, if there is any.
         """
+        from trainer.checkpoint.tensors import NamedFiles
+        from trainer.models.export import MAX_FILE_BYTES
+        from trainer.models.export_checkpoint import DTYPES, export
         from trainer.models.loading import load_pretrained
 
-        with self._exported(dtype) as directory:
-            return load_pretrained(directory, "auto", trust_remote_code)
+        if dtype not in ("auto", *DTYPES):
+            raise UserError(f"dtype={dtype}: must be one of auto, {', '.join(DTYPES)}")
+        with tempfile.TemporaryDirectory(prefix="trainer-policy-") as directory:
+            target = os.path.join(directory, "policy")
+            export(NamedFiles(self._checkpoint), target, dtype, MAX_FILE_BYTES)
+            return load_pretrained(target, "auto", trust_remote_code)
 
     def tokenizer(self, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the policy, with the chat template of the run."""
@@ -71,19 +76,6 @@ class SavedCheckpoint:
 
         directory = os.path.join(self.path, "policy", "huggingface")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-
-    @contextlib.contextmanager
-    def _exported(self, dtype: str) -> Iterator[str]:
-        from trainer.checkpoint.tensors import NamedFiles
-        from trainer.models.export import MAX_FILE_BYTES
-        from trainer.models.export_checkpoint import DTYPES, export
-
-        if dtype not in ("auto", *DTYPES):
-            raise UserError(f"dtype={dtype}: must be one of auto, {', '.join(DTYPES)}")
-        with tempfile.TemporaryDirectory(prefix="trainer-policy-") as directory:
-            target = os.path.join(directory, "policy")
-            export(NamedFiles(self._checkpoint), target, dtype, MAX_FILE_BYTES)
-            yield target
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
@@ -99,12 +91,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
     path = os.fspath(path)
     if not open_storage(path).exists():
         raise UserError(f"{path}: no such checkpoint")
-    checkpoint = manifests.verify(path, "hash") if step_in(path.rstrip("/")) is not None else _newest(path)
+    if step_in(path.rstrip("/")) is not None:
+        checkpoint: Checkpoint | None = manifests.verify(path, "hash")
+    else:
+        store = find_store(path)
+        checkpoint = store and CheckpointManager(store).latest()
+    if checkpoint is None:
+        raise UserError(f"{path}: no checkpoint is there or in its checkpoints directory")
     return SavedCheckpoint(checkpoint.path, checkpoint.step, checkpoint)
-
-
-def _newest(path: str) -> Checkpoint:
-    store = find_store(path)
-    if store is not None and (newest := CheckpointManager(store).latest()) is not None:
-        return newest
-    raise UserError(f"{path}: no checkpoint is there or in its checkpoints directory")

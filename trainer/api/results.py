@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from glob import escape, glob
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.manifest import step_in
 from trainer.checkpoint.store import open_store
 from trainer.errors import UserError
 from trainer.metrics import tracker
@@ -59,7 +60,7 @@ def describe_result(paths: dict[str, str], status: str) -> RunResult:
         status=status,
         best=best,
         checkpoints=[checkpoints.path(step) for step in checkpoints.steps()],
-        exports=sorted(exports, key=_step_of_export),
+        exports=sorted(exports, key=lambda path: step_in(os.path.dirname(path)) or 0),
         report=report if os.path.exists(report) else None,
         rows=rows,
     )
@@ -87,10 +88,4 @@ def _as_table(rows: list[dict[str, Any]]) -> pandas.DataFrame:
     import pandas
 
     table = pandas.DataFrame(rows)
-    first = [name for name in ("step",) if name in table]
-    return table[first + [name for name in sorted(table) if name not in first]]
-
-
-def _step_of_export(path: str) -> int:
-    name = os.path.basename(os.path.dirname(path)).removeprefix("global_step_")
-    return int(name) if name.isdecimal() else -1
+    return table[sorted(table, key=lambda name: (name != "step", name))]

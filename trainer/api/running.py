@@ -13,11 +13,12 @@ import os
 import pickle
 import signal
 import site
+import socket
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.api.functions import describe_function
@@ -28,6 +29,7 @@ from trainer.process.signals import EXIT_STATUS, HANDLED
 from trainer.run.next_command import PYTHON_RUN
 
 Function = Callable[..., Any] | str
+OnStep = Callable[[dict[str, Any]], Any]
 _KEYS = {
     "reward": "reward.name",
     "advantage_estimator": "algorithm.advantage_estimator",
@@ -64,6 +66,7 @@ def train(
     curriculum: Function | None = None,
     environment: type | Function | None = None,
     task: TaskSpec | str | None = None,
+    on_step: OnStep | None = None,
 ) -> RunResult:
     """Do what `trainer train OVERRIDES` does, and return the result of the run.
 
@@ -80,6 +83,9 @@ def train(
         curriculum: a function for `data.curriculum`, or its name.
         environment: a class for `environment.name`, or its name.
         task: for `trainer.task`: `rl`, `sft`, an import path, or a `trainer.tasks.TaskSpec`.
+        on_step: called in this process with the metrics of each finished step and its `step`, while the run waits. If
+            it returns something true, or raises, the run saves and stops after this step; `train` then returns a result
+            whose `status` is `stopped`, or raises the exception.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
@@ -91,19 +97,22 @@ def train(
     given |= {"curriculum": curriculum, "environment": environment, "task": task}
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
-    return _conclude(*_run(overrides, {"pickles": pickles}))
+    return _conclude(*_run(overrides, pickles, on_step))
 
 
-def _conclude(reports: Sequence[Mapping[str, Any]], status: int) -> RunResult:
+def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = False) -> RunResult:
     """Return the result of a run whose process has ended with `status`, or raise what `train` raises.
 
     Args:
         reports: what the process has reported: its paths first, the reason of its end last.
+        stops: the caller's `on_step` has asked for the end.
     """
     paths = reports[0] if reports and "run_dir" in reports[0] else None
     text = reports[-1].get("text", "") if reports else ""
     if status == 0 and paths is not None:
         return describe_result(paths, "finished")
+    if status == EXIT_STATUS and stops and paths is not None and reports[-1].get("signal", "") is None:
+        return describe_result(paths, "stopped")
     if status == EXIT_STATUS:
         text = text or "stopped by signals, without cleaning up"
         raise RunStopped(text, paths and describe_result(paths, "stopped"))
@@ -142,34 +151,56 @@ def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[li
     return overrides, pickles
 
 
-def _run(overrides: list[str], message: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Run the child to its end; returns its reports and its exit status."""
-    reading, writing = os.pipe()
+def _run(
+    overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None
+) -> tuple[list[dict[str, Any]], int, bool]:
+    """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end."""
+    own, others = socket.socketpair()
     # A notebook, or a test, has put something else in place of the terminal.
     replaced = sys.stdout is not sys.__stdout__
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
-    with _signals_to_child() as send_to, open(reading, "rb") as reports:
+    reports, stops = [], False
+    with _signals_to_child() as send_to, own:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", PYTHON_RUN],  # all users of the machine can read this line
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if replaced else None,
                 stderr=subprocess.STDOUT if replaced else None,
-                pass_fds=[writing],
+                pass_fds=[others.fileno()],
                 env=environment | ({"PYTHONIOENCODING": "utf-8"} if replaced else {}),
                 start_new_session=True,  # Ctrl-C reaches it once, from here
             )
+            descriptor = others.fileno()  # the same number in the child
         finally:
-            os.close(writing)
+            others.close()
         send_to(process)
+        message = {"overrides": overrides, "pickles": pickles, "asks": on_step is not None}
+        message |= {"reports": descriptor, "parent": os.getpid()}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pickle.dump({**message, "overrides": overrides, "reports": writing, "parent": os.getpid()}, pipe)
-        for line in process.stdout or ():
-            sys.stdout.write(line.decode("utf-8", "replace"))
-            sys.stdout.flush()
-        status = process.wait()
-        return [json.loads(line) for line in reports if line.endswith(b"\n")], status
+            pickle.dump(message, pipe)
+        printing = threading.Thread(target=_print, args=(process.stdout or (),))
+        printing.start()
+        try:
+            for line in own.makefile("rb"):
+                report = json.loads(line) if line.endswith(b"\n") else {}
+                if on_step is None or "metrics" not in report:
+                    reports.append(report)
+                    continue
+                stops |= bool(on_step(report["metrics"]))
+                with contextlib.suppress(OSError):  # the child has died
+                    own.sendall(b"1" if stops else b"0")
+        finally:
+            own.shutdown(socket.SHUT_WR)  # if `on_step` has raised, the child saves and stops
+            printing.join()
+            status = process.wait()
+        return reports, status, stops
+
+
+def _print(lines: Iterable[bytes]) -> None:
+    for line in lines:
+        print(line.decode("utf-8", "replace"), end="", flush=True)
 
 
 @contextlib.contextmanager

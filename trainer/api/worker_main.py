@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import json
 import os
 import pickle
+import select
 import signal
 import sys
 from typing import Any, NoReturn
@@ -36,7 +37,13 @@ def main() -> NoReturn:
         add_task(path_of("task", passed[0]), lambda: pickle.loads(passed[1]))
 
     def report(**content: Any) -> None:
-        os.write(message["reports"], json.dumps(content).encode() + b"\n")
+        os.write(message["reports"], json.dumps(content, default=float).encode() + b"\n")
+
+    def on_step(metrics: dict[str, float]) -> bool:
+        report(metrics=metrics)
+        while not select.select([message["reports"]], [], [], 1.0)[0]:
+            SIGNALS.check()  # the user's function may take long, as with a breakpoint
+        return os.read(message["reports"], 1) != b"0"  # empty: the user's function has raised
 
     def job(config: Config) -> float | None:
         t = config.trainer
@@ -46,7 +53,7 @@ def main() -> NoReturn:
         write_functions(t.run_dir, message["pickles"])
         from trainer.main import train
 
-        return train(config)
+        return train(config, on_step if message["asks"] else None)
 
     guard_output()
     show_messages()
@@ -54,7 +61,7 @@ def main() -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the parent has blocked them
         outcome = run_to_end(job, message["overrides"])
         LOG_FILE.write(outcome.shown)  # the parent shows it
-        report(text=redact_text(outcome.trace or outcome.text))
+        report(text=redact_text(outcome.trace or outcome.text), signal=SIGNALS.first)
         outcome.exit()
 
 

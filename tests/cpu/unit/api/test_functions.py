@@ -81,10 +81,10 @@ def test_functions_of_two_starts_do_not_replace_one_another(tmp_path, monkeypatc
     assert len(list(tmp_path.glob("functions/*/passed_functions/reward.pkl"))) == 2
 
 
-@pytest.mark.parametrize("kind", ["written", "read", "lock"])
-def test_a_function_that_holds_an_open_file_or_a_lock_is_refused(kind, tmp_path):
-    with open(tmp_path / "log", "w") as written, open(__file__) as read:
-        held = {"written": written, "read": read, "lock": threading.Lock()}[kind]
+@pytest.mark.parametrize("kind", ["written", "lock"])
+def test_a_function_that_holds_a_file_to_write_or_a_lock_is_refused(kind, tmp_path):
+    with open(tmp_path / "log", "w") as written:
+        held = {"written": written, "lock": threading.Lock()}[kind]
         _refuse_to_send(held)
 
 
@@ -92,7 +92,7 @@ def _refuse_to_send(held):
     def score(completion, answer):
         return float(held is not None)
 
-    with pytest.raises(UserError, match=r"reward=score: other processes cannot get this function \(TypeError: cannot"):
+    with pytest.raises(UserError, match=r"reward=score: other processes cannot get this function \(\w+: [Cc]annot"):
         describe_function("reward", score)
 
 

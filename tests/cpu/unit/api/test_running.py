@@ -174,3 +174,25 @@ def test_several_rewards_are_a_list_of_their_own():
     overrides, pickles = _with_functions([], {"reward": [gsm8k, length, "math"]})
     assert overrides == ["reward.name=[trainer.rewards.functions:gsm8k,passed_functions.reward_1:length,math]"]
     assert list(pickles) == ["reward_1"] and pickles["reward_1"][0] == "length"
+
+
+def test_a_callback_gets_each_step_and_stops_the_run_which_continues(tmp_path):
+    """It stops after step 2 by what it returns, then after step 3 by an exception, and then not."""
+    overrides = [f"trainer.run_dir={tmp_path}/run", "trainer.ray_address=processes", "trainer.resume_mode=latest"]
+    overrides += ["model.cache_dir=null", "data.train_size=16", "data.val_size=4", "sft.steps=4", "logger.plot=false"]
+    seen = []
+
+    def on_step(metrics):
+        seen.append(metrics)
+        if metrics["step"] == 3:
+            raise KeyError("the third step")
+        return metrics["step"] == 2
+
+    result = train(overrides, task="sft", on_step=on_step)
+    assert result.status == "stopped" and [os.path.basename(path) for path in result.checkpoints] == ["global_step_2"]
+    with pytest.raises(KeyError, match="the third step"):
+        train(overrides, task="sft", on_step=on_step)
+    result = train(overrides, task="sft", on_step=on_step)
+    assert result.status == "finished" and [row["step"] for row in seen] == [1, 2, 3, 4]
+    assert [row["step"] for row in result.rows] == [1, 2, 3, 4]
+    assert all(row.items() <= metrics.items() for row, metrics in zip(result.rows, seen, strict=True))

@@ -28,7 +28,7 @@ def run(directory: Path, *overrides: str, parent: int | None = None, pickles: di
         env=environment(),
     )
     os.close(writing)
-    output, _ = process.communicate(pickle.dumps({**message, "pickles": pickles or {}}), timeout=300)
+    output, _ = process.communicate(pickle.dumps({**message, "pickles": pickles or {}, "asks": False}), timeout=300)
     with open(reading) as file:
         return process.returncode, [json.loads(line) for line in file], output.decode()
 

@@ -13,7 +13,7 @@ def test_a_deadline_leaves_room_for_a_step_and_a_save(monkeypatch):
         if stop is None:
             monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(soon.timestamp())))
             stop = StopRequest(None)
-        stop.consider_deadline(30)
+        stop.consider({"step": 1}, 30)
         assert stop.reason is None
-        stop.consider_deadline(90)
+        stop.consider({"step": 1}, 90)
         assert stop.reason is not None
