@@ -157,7 +157,7 @@ SLIPS = {
         "unit/data/test_ledger.py",
     ),
     "staleness": Slip(
-        "sources/flight.py",
+        "sources/in_flight.py",
         "self._most = (max_staleness + 1) * batch",
         "self._most = (max_staleness + 2) * batch",
         "unit/sources/test_flight.py",

@@ -207,7 +207,7 @@ class Trainer:
         metrics["progress/epoch"] = self.source.epoch
         if self.cfg.validates(step):
             metrics |= self._evaluate(step)
-        problem = self.audit.check(step, metrics, self.journal.has_all(step)) if self.audit else None
+        problem = self.audit.check(step, metrics, self.journal.replay.has_all(step)) if self.audit else None
         if problem is not None:
             self._accept_mismatch(problem)
         self._log(step, metrics)

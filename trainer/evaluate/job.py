@@ -61,7 +61,7 @@ from trainer.run.compatibility import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
-from trainer.sources.preflight import check_source, find_refusals
+from trainer.sources.routes import check_source, find_refusals
 from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import VAL_SETS, make_routes, make_scorers

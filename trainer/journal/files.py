@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -12,12 +11,12 @@ from collections.abc import Callable
 
 from trainer.checkpoint.storage import JOURNAL, Storage, for_each, open_storage, records_in, remove_records
 from trainer.errors import one_line
-from trainer.files.atomic_io import digest_bytes, read_file, sync_path, write_file
+from trainer.files.atomic_io import digest_bytes, read_file, sync_path
 
 LOG = logging.getLogger(__name__)
 
 _STAGED = ".tmp"
-"""The end of a file that `write_file` has not completed."""
+"""The end of a file that a killed process has not completed."""
 
 
 class RecordFiles:
@@ -34,16 +33,12 @@ class RecordFiles:
 
     def __init__(self, run_dir: str, store: Storage | None, fence: Callable[[], None]):
         self.directory = os.path.join(run_dir, JOURNAL)
-        self._store = store
+        self.is_on_disk = store is None
+        """Whether they take the disk of the run directory."""
         self._storage = store or open_storage(run_dir)
         self._fence = fence
         self._newest = 0
-        self._is_durable = self._is_opened = False  # the directory
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether they take the disk of the run directory."""
-        return self._store is None
+        self._is_durable = not self.is_on_disk  # the name of the directory
 
     def names(self) -> dict[str, int]:
         """Return the steps of the files, by name; the oldest file comes first."""
@@ -57,36 +52,24 @@ class RecordFiles:
             UserError: another job holds the run.
         """
         self._newest = max(self._newest + 1, time.time_ns())
-        name = f"step_{step}-{self._newest}-{digest_bytes(data)}.arrow"
-        if self._store is not None:
-            self._fence()
-            self._store.put(f"{JOURNAL}/{name}", data)
-            return
-        if not self._is_durable or not os.path.isdir(self.directory):
-            os.makedirs(self.directory, exist_ok=True)
-            sync_path(os.path.dirname(self.directory) or ".")  # also of one that a killed process has just made
+        self._fence()
+        self._storage.put(f"{JOURNAL}/step_{step}-{self._newest}-{digest_bytes(data)}.arrow", data)
+        if not self._is_durable:
+            sync_path(self._storage.root)
             self._is_durable = True
-        try:
-            write_file(self._path(name), data, self._fence)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.remove(f"{self._path(name)}{_STAGED}")
-            raise
 
     def open(self, is_wanted: Callable[[int], bool]) -> dict[str, int]:
         """Return the steps of the files of the steps that are wanted, by name, to be read. No thread may be writing."""
         try:
-            if self._store is None and not self._is_opened:
-                staged = [name for name in self._storage.names(JOURNAL) if name.endswith(_STAGED)]
-                for name in staged:  # a killed process has left them
+            for name in self._storage.names(JOURNAL) if self.is_on_disk else ():
+                if name.endswith(_STAGED):
                     self._fence()
-                    os.remove(self._path(name))
-            self._is_opened = True
+                    self._storage.delete(f"{JOURNAL}/{name}")
             names = self.names()
             self._newest = max([self._newest, *(int(name.split("-")[1]) for name in names)])
             wanted = {name: step for name, step in names.items() if is_wanted(step)}
-            if self._store is not None:
-                self.forget()
+            self.forget()
+            if not self.is_on_disk:
                 for_each(self._bring, wanted)
         except OSError as error:
             LOG.warning(
@@ -99,12 +82,12 @@ class RecordFiles:
     def _bring(self, name: str) -> None:
         data = self._storage.get(f"{JOURNAL}/{name}")
         os.makedirs(self.directory, exist_ok=True)
-        with open(self._path(name), "wb") as file:
+        with open(os.path.join(self.directory, name), "wb") as file:
             file.write(data)
 
     def forget(self) -> None:
         """Delete what was brought from a store: nothing more is read."""
-        if self._store is not None:
+        if not self.is_on_disk:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def read(self, name: str) -> bytes:
@@ -114,7 +97,7 @@ class RecordFiles:
             ValueError: the file is damaged.
             OSError: it cannot be read.
         """
-        data = read_file(self._path(name))
+        data = read_file(os.path.join(self.directory, name))
         if not name.endswith(f"-{digest_bytes(data)}.arrow"):
             raise ValueError("its content does not agree with its name")
         return data
@@ -129,9 +112,6 @@ class RecordFiles:
         if any(is_unwanted(step) for step in self.names().values()):
             self._fence()
             remove_records(self._storage, is_unwanted)
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
 
 
 def is_full(error: Exception) -> bool:

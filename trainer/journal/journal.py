@@ -24,7 +24,7 @@ LOG = logging.getLogger(__name__)
 class Journal:
     """The records of one run. It writes on a thread of its own.
 
-    Any thread may find and add groups, and make keys for a history. All else is for the thread that made the journal,
+    Any thread may add groups, and make keys for a history. All else is for the thread that made the journal,
     the one that trains: only this thread knows which weights sample now.
 
     A record is an episode, or a group of them, under a key. The key is a digest of all that decides the episodes, so a
@@ -59,10 +59,9 @@ class Journal:
         self.is_on = is_on
         """Whether records are written and used."""
         self._writer = Writer(self._files)
-        self._replay: Replay | None = None
-        self._replaying = threading.Lock()
+        self.replay = Replay(self._files, {})
+        """The records that were there at the start."""
         self._step = 0  # the last one that is trained
-        self._has_all: dict[int, bool] = {}
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -82,8 +81,7 @@ class Journal:
         """Continue behind a step, whose weights have this history; find the records of the steps after it."""
         self._check_thread()
         self._history, self._step = history, step
-        self._has_all.clear()
-        self._end_replay()
+        self.replay.close()
         self._writer.wait()
         if not self.is_on:
             # The run trains and logs these steps in another way now. A comparison with its log must not use them.
@@ -91,7 +89,7 @@ class Journal:
             return
         self._writer.retry(is_start=True)
         names = self._files.open(lambda of: of > step or step == 0)  # the initial weights are evaluated as step 0
-        self._replay = Replay(self._files, names) if names else None
+        self.replay = Replay(self._files, names)
         if step and not names and self._tells_lack:
             LOG.info("rollout.journal: there are no records of the steps after %d", step)
 
@@ -101,14 +99,7 @@ class Journal:
         self._history = after(self.history, episodes, self._settings)
         self._step += 1
         self._writer.retry()
-        with self._replaying:
-            self._has_all = {step: has_all for step, has_all in self._has_all.items() if step >= self._step}
-            if self._replay is None:
-                return
-            self._replay.end_before(self._step)  # its evaluation is still to come
-            is_over = self._replay.is_over
-        if is_over:
-            self._end_replay()
+        self.replay.end_before(self._step)  # its evaluation is still to come
 
     def remove_until(self, oldest: Callable[[], int]) -> None:
         """Begin to delete the records of the steps up to `oldest()`, which is called on another thread."""
@@ -136,7 +127,7 @@ class Journal:
             OSError: they cannot be deleted.
         """
         self._check_thread()
-        self._end_replay()
+        self.replay.close()
         self._writer.wait()
         self._files.delete(lambda of: of > step)
 
@@ -155,7 +146,7 @@ class Journal:
     def close(self) -> None:
         """Write what is left, and end the threads."""
         self._check_thread()
-        self._end_replay()
+        self.replay.close()
         self._writer.close()
         self.settled(time_limits.JOURNAL_CLOSE_S)
 
@@ -171,62 +162,6 @@ class Journal:
             history: of the weights that sample it; None: those of now.
         """
         return digest(self._of(history), self._settings.rollouts, step, *decides)
-
-    def find(self, step: int, keys: Sequence[str]) -> dict[str, list[Episode]]:
-        """Return the groups of a step that have a record, by key. Steps ahead may be asked for in any order."""
-        with self._replaying:
-            found = {} if self._replay is None else self._replay.find(step, keys)
-            self._has_all[step] = self._has_all.get(step, True) and len(found) == len({*keys})
-        return found
-
-    def note_held(self, step: int, groups: int) -> None:
-        """Note that a checkpoint has all groups that a step trains on. They are those of before a resume."""
-        with self._replaying:
-            self._has_all.setdefault(step, True)
-            if self._replay is not None:
-                self._replay.note_held(step, groups)
-
-    def candidates(self, key: str) -> list[tuple[int, str]]:
-        """Return the records of a group that was sampled in flight: versions, with their histories (see `add`).
-
-        The newest one comes first: that is what a step has trained on, if one has. `take` reads one.
-        """
-        with self._replaying:
-            return [] if self._replay is None else self._replay.candidates(key)
-
-    def take(self, key: str, version: int, history: str) -> list[Episode] | None:
-        """Return one of the `candidates`. None: its record is damaged, or it is too old by now.
-
-        Who takes one says so (`note_in_flight`).
-        """
-        with self._replaying:
-            return None if self._replay is None else self._replay.take(key, version, history)
-
-    def oldest_version(self) -> int | None:
-        """Return the oldest version that a record of a group in flight names, of those that may still be used."""
-        with self._replaying:
-            return None if self._replay is None else self._replay.oldest_version()
-
-    def note_in_flight(self, key: str, is_found: bool) -> None:
-        """Note whether a record of a group was taken, or its episodes are generated."""
-        with self._replaying:
-            if self._replay is not None:
-                self._replay.note(key, is_found)
-
-    def note_generated(self, step: int) -> None:
-        """Note that a step trains on episodes that may have been generated anew (see `has_all`)."""
-        with self._replaying:
-            self._has_all[step] = False
-
-    def has_all(self, step: int) -> bool:
-        """Return whether groups of a step were looked for, and all had a record. It is forgotten a step later."""
-        with self._replaying:
-            return self._has_all.get(step, False)
-
-    def prepare(self) -> None:
-        """Begin to import what writes records, while this thread waits for others."""
-        if self.is_on:
-            self._writer.prepare()
 
     def add(
         self,
@@ -269,10 +204,3 @@ class Journal:
 
     def _check_thread(self) -> None:
         assert threading.get_ident() == self._thread, "only the thread that trains may ask for this"
-
-    def _end_replay(self) -> None:
-        with self._replaying:
-            replay, self._replay = self._replay, None
-        if replay is not None:
-            replay.report()
-            self._files.forget()

@@ -1,11 +1,11 @@
-"""The records that are there at a start: an index of their keys, and the groups when they are taken."""
+"""The records that are there at a start: a dictionary from keys to the files that have them."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trainer.data.records import decode_groups, key_of_group, keys_in
 from trainer.episodes import Episode
@@ -14,34 +14,21 @@ from trainer.journal.files import RecordFiles
 
 LOG = logging.getLogger(__name__)
 
-_DAMAGED = "damaged files"
-_OTHERS = "of another config, code, history or prompt"
-
 
 @dataclass(frozen=True)
 class _Record:
-    """An episode or a group in a file, and what is known of it."""
+    """An episode or a group in a file."""
 
-    name: str
-    about: Mapping[str, str]
-    order: int
-    """Newer files have a higher one."""
-
-    @property
-    def sampled_by(self) -> tuple[int, str] | None:
-        """The version of a group that was sampled in flight, and its history."""
-        return (int(self.about["version"]), self.about["history"]) if "version" in self.about else None
-
-
-@dataclass
-class _Step:
-    records: dict[str, list[_Record]]
-    """By key. The newest is the last one."""
-    used: set[str] = field(default_factory=set)
+    file: str
+    step: int
+    sampled_by: tuple[int, str] | None
+    """The version of a group that was sampled in flight, and its history."""
 
 
 class Replay:
     """The records that are there at a start. Only keys are held in memory: groups are read when they are taken.
+
+    Any thread may call all methods. A group may be found twice.
 
     Args:
         names: the steps of the files, by name. The oldest file comes first.
@@ -49,119 +36,137 @@ class Replay:
 
     def __init__(self, files: RecordFiles, names: Mapping[str, int]):
         self._files = files
-        self._order = {name: number for number, name in enumerate(names)}
-        self._names: dict[int, list[str]] = {}  # of the files whose keys are not read yet
-        for name, step in names.items():
-            self._names.setdefault(step, []).append(name)
-        self._first, self._last = min(self._names), max(self._names)
-        self._open: dict[int, _Step] = {}
+        self._lock = threading.RLock()
+        self._steps = sorted({*names.values()})
+        self._records: dict[str, list[_Record]] = {}  # by key; the newest is the last one
         self._unusable: set[str] = set()  # files
-        self._held: set[int] = set()  # steps whose episodes are in the checkpoint
-        self._counts: Counter[str] = Counter()
-        self.is_over = False
-        """The run is behind the last step that has records."""
+        self._groups: dict[str, int] = {}  # those that have records, with their last steps
+        self._used: set[str] = set()
+        self._found = self._generated = self._reached = 0
+        self._has_all: dict[int, bool] = {}
+        for name, step in names.items():
+            self._index(name, step)
+
+    def _index(self, name: str, step: int) -> None:
+        try:
+            keys, about = keys_in(self._files.read(name))
+            sampled_by = (int(about["version"]), about["history"]) if "version" in about else None
+        except FileNotFoundError:  # deleted since, by a commit
+            return
+        except (OSError, ValueError) as error:
+            self._note_damage(name, error)
+            return
+        for key in keys:
+            self._records.setdefault(key, []).append(_Record(name, step, sampled_by))
+            self._groups[key_of_group(key)] = step
+
+    # ---------------------------------------------------------------------------------------------------
+    # Groups of one version of the weights
 
     def find(self, step: int, keys: Sequence[str]) -> dict[str, list[Episode]]:
-        """Return the episodes of a step that have a record, by key.
+        """Return the episodes of a step that have a record, by key. Steps ahead may be asked for in any order.
 
         Args:
             keys: those of all records of each group.
         """
-        if step > self._last:
-            return {}
-        opened = self._opened(step)
-        found: dict[str, list[Episode]] = {}
-        records = {key: list(opened.records.get(key, ())) for key in keys}
-        while missing := [key for key in records if key not in found and records[key]]:
-            by_file: dict[str, list[str]] = {}
-            for key in missing:  # a damaged record gives way to an older one
-                by_file.setdefault(records[key].pop().name, []).append(key)
-            for name, some in by_file.items():
-                found |= self._read(name, some)
-        opened.used |= found.keys()
-        groups, lacking = {key_of_group(key) for key in keys}, {key_of_group(key) for key in keys if key not in found}
-        in_part = lacking & {key_of_group(key) for key in found}
-        self._counts["found"] += len(groups - lacking)
-        self._counts["in part"] += len(in_part)
-        self._counts["generated"] += len(lacking - in_part)
-        return found
+        with self._lock:
+            found: dict[str, list[Episode]] = {}
+            records = {key: list(self._records.get(key, ())) for key in keys}
+            while missing := [key for key in records if key not in found and records[key]]:
+                by_file: dict[str, list[str]] = {}
+                for key in missing:  # a damaged record gives way to an older one
+                    by_file.setdefault(records[key].pop().file, []).append(key)
+                for name, some in by_file.items():
+                    found |= self._read(name, some)
+            self._reached = max(self._reached, step)
+            self._has_all[step] = self._has_all.get(step, True) and len(found) == len({*keys})
+            if self._is_within(step):
+                lacking = {key_of_group(key) for key in keys if key not in found}
+                self._used |= {key_of_group(key) for key in found}
+                self._found += len({key_of_group(key) for key in keys} - lacking)
+                self._generated += len(lacking)
+            return found
 
-    def note_held(self, step: int, groups: int) -> None:
-        """Note that the checkpoint has the groups that a step trains on, so no record of them is asked for."""
-        if step <= self._last:
-            self._held.add(step)
-            self._counts["held"] += groups
+    def hold(self, step: int) -> None:
+        """Note that a checkpoint has all groups that a step trains on: no record of them is asked for."""
+        with self._lock:
+            self._has_all.setdefault(step, True)
+            self._used |= {key_of_group(k) for k, of in self._records.items() if any(one.step == step for one in of)}
+
+    def has_all(self, step: int) -> bool:
+        """Return whether groups of a step were looked for, and all had a record. It is forgotten a step later."""
+        with self._lock:
+            return self._has_all.get(step, False)
+
+    # ---------------------------------------------------------------------------------------------------
+    # Groups in flight
 
     def candidates(self, key: str) -> list[tuple[int, str]]:
         """Return the records of a group that was sampled in flight: versions, with their histories.
 
-        The newest one comes first.
+        The newest one comes first: that is what a step has trained on, if one has. `take` reads one.
         """
-        for step in list(self._names):
-            self._opened(step)
-        records = [record for opened in self._open.values() for record in opened.records.get(key, ())]
-        newest_first = sorted(records, key=lambda record: record.order, reverse=True)
-        return list(dict.fromkeys(record.sampled_by for record in newest_first if record.sampled_by is not None))
+        with self._lock:
+            self._reached = max(self._steps, default=0)
+            sampled_by = [one.sampled_by for one in reversed(self._records.get(key, ()))]
+            return list(dict.fromkeys(one for one in sampled_by if one is not None))
 
     def oldest_version(self) -> int | None:
         """Return the oldest version that a record names of a group that was sampled in flight; None: there is none."""
-        records = (record for opened in self._open.values() for of in opened.records.values() for record in of)
-        return min((record.sampled_by[0] for record in records if record.sampled_by is not None), default=None)
+        with self._lock:
+            records = (record for of in self._records.values() for record in of)
+            return min((record.sampled_by[0] for record in records if record.sampled_by is not None), default=None)
 
     def take(self, key: str, version: int, history: str) -> list[Episode] | None:
-        """Return a group that was sampled in flight. None: its record is damaged, or is needed no more."""
-        records = [record for opened in self._open.values() for record in opened.records.get(key, ())]
-        for record in sorted(records, key=lambda record: record.order, reverse=True):
-            if record.sampled_by == (version, history) and (found := self._read(record.name, [key])):
-                return found[key]
-        return None
+        """Return one of the `candidates`. None: its record is damaged, or it is too old by now."""
+        with self._lock:
+            for record in reversed(self._records.get(key, ())):
+                if record.sampled_by == (version, history) and (found := self._read(record.file, [key])):
+                    self._used.add(key)
+                    self._found += 1
+                    return found[key]
+            return None
 
-    def note(self, key: str, is_found: bool) -> None:
-        """Note whether a record of a group that was sampled in flight was taken, or its episodes are generated."""
-        for opened in self._open.values():
-            if is_found and key in opened.records:
-                opened.used.add(key)
-        self._counts["found" if is_found else "generated"] += 1
+    def miss(self) -> None:
+        """Note that a group that was asked for has no valid record."""
+        with self._lock:
+            self._generated += 1
+
+    def note_generated(self, step: int) -> None:
+        """Note that a step trains on episodes that may have been generated anew (see `has_all`)."""
+        with self._lock:
+            self._has_all[step] = False
+
+    # ---------------------------------------------------------------------------------------------------
 
     def end_before(self, step: int) -> None:
-        """Forget the steps before `step`: no one asks for them again."""
-        for ended in [number for number in self._open if number < step]:
-            self._end_step(ended, self._open.pop(ended))
-        self.is_over = step > self._last
+        """Forget the steps before `step`: no one asks for them again. After the last step, say what was found."""
+        with self._lock:
+            self._has_all = {of: has_all for of, has_all in self._has_all.items() if of >= step}
+            kept = {key: [one for one in of if one.step >= step] for key, of in self._records.items()}
+            self._records = {key: of for key, of in kept.items() if of}
+            if not self._is_within(step):
+                self.close()
 
-    def report(self) -> None:
-        """Log how many groups came from the journal, and why others did not."""
-        for number, step in self._open.items():
-            self._end_step(number, step)
-        counts = self._counts
-        reasons = [f"{counts[name]} {name}" for name in (_DAMAGED, _OTHERS) if counts[name]]
-        others = {"in part": "%d in part", "held": "%d were in the checkpoint"}
-        LOG.info(
-            "rollout.journal: of steps %d to %d, %d groups came from the journal%s and %d were generated%s",
-            self._first,
-            self._last,
-            counts["found"],
-            "".join(f", {text % counts[name]}" for name, text in others.items() if counts[name]),
-            counts["generated"],
-            f"; not used: {', '.join(reasons)}" if reasons else "",
-        )
+    def close(self) -> None:
+        """Log how many groups came from the journal, and forget the rest."""
+        with self._lock:
+            if not self._steps:
+                return
+            unused = sum(group not in self._used and step <= self._reached for group, step in self._groups.items())
+            LOG.info(
+                "rollout.journal: of steps %d to %d, %d groups came from the journal and %d were generated%s",
+                self._steps[0],
+                self._steps[-1],
+                self._found,
+                self._generated,
+                f"; not used: {unused} of another config, code, history or prompt" if unused else "",
+            )
+            self._steps, self._records = [], {}
+            self._files.forget()
 
-    def _opened(self, step: int) -> _Step:
-        if step not in self._open:
-            opened = self._open[step] = _Step({})
-            for name in self._names.pop(step, []):
-                try:
-                    keys, about = keys_in(self._files.read(name))  # a damaged index may lack keys
-                    if "version" in about and not ("history" in about and about["version"].isdecimal()):
-                        raise ValueError("its metadata is damaged")
-                except FileNotFoundError:  # deleted since, by a commit
-                    continue
-                except (OSError, ValueError) as error:
-                    self._note_damage(name, error)
-                    continue
-                for key in keys:
-                    opened.records.setdefault(key, []).append(_Record(name, about, self._order[name]))
-        return self._open[step]
+    def _is_within(self, step: int) -> bool:
+        return bool(self._steps) and step <= self._steps[-1]
 
     def _read(self, name: str, keys: Sequence[str]) -> dict[str, list[Episode]]:
         """Return groups of a file, by key: none if it is damaged, or was deleted since by a commit."""
@@ -182,10 +187,4 @@ class Replay:
             self._files.directory,
             one_line(str(error)),
         )
-        self._counts[_DAMAGED] += 1
         self._unusable.add(name)
-
-    def _end_step(self, number: int, step: _Step) -> None:
-        unused = () if number in self._held else step.records.keys() - step.used
-        usable = [key for key in unused if any(one.name not in self._unusable for one in step.records[key])]
-        self._counts[_OTHERS] += len({key_of_group(key) for key in usable})

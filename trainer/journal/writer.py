@@ -56,11 +56,6 @@ class Writer:
         self._lost: UserError | None = None
         self._thread: threading.Thread | None = None
 
-    def prepare(self) -> None:
-        """Start the thread, and let it import what it writes with."""
-        with self._condition:
-            self._begin()
-
     def add(self, step: int, groups: Mapping[str, Sequence[Episode]], about: dict[str, str]) -> None:
         with self._condition:
             if self._is_stopped or self._is_closed:

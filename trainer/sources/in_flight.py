@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from trainer.checkpoint.components import Component, json_part
@@ -31,7 +31,6 @@ from trainer.generation.event_loop import Changes
 from trainer.metrics.timing import Timer
 from trainer.process.failpoints import failpoint
 from trainer.sources.episode_metrics import mean_versions
-from trainer.sources.flight import Flight
 from trainer.sources.rollouts import Group, GroupRecord, Rollouts
 from trainer.sources.sampling import RowGroup, SamplingSource, StepInFlight
 
@@ -39,11 +38,102 @@ _IN_FLIGHT = "in flight"
 """Stands in keys of records for the history that a group in flight does not have."""
 
 
+class GroupState(Enum):
+    """The state of one group."""
+
+    RUNNING = "running"
+    """Its episodes are sampled, or it waits for the weights of a record."""
+    FINISHED = "finished"
+    """All of it is there."""
+    TAKEN = "taken"
+    """A step uses it up: the step trains on it, or has filtered it out."""
+
+
+class Flight:
+    """The states of the groups that are admitted and not committed, by numbers in the order of their rows.
+
+    A group:
+
+        RUNNING --finished--> FINISHED --taken--> TAKEN --trained--> (forgotten)
+        TAKEN --given back--> FINISHED
+
+    Steps take groups in the order in which their rows were drawn, and only FINISHED ones: no group is taken twice
+    before it is given back, none is trained that was not taken, and none passes another that is still RUNNING.
+
+    A group is charged from its admission until the weights of the step that has trained on it are published. At most
+    `(max_staleness + 1) * batch` groups are charged at a time. So one that is admitted while step t is the next one is
+    trained in step `t + max_staleness` at the latest.
+
+    Args:
+        batch: groups of a step.
+        max_staleness: `rollout.max_staleness`.
+    """
+
+    def __init__(self, batch: int, max_staleness: int):
+        self._batch = batch
+        self._most = (max_staleness + 1) * batch
+        self._next = 0
+        self._states: dict[int, GroupState] = {}
+        self._charged: set[int] = set()  # groups that are taken, and whose weights are not published
+
+    def within(self, *states: GroupState) -> list[int]:
+        """Return the groups in one of these states."""
+        return [number for number, state in self._states.items() if state in states]
+
+    @property
+    def untaken(self) -> list[int]:
+        return self.within(GroupState.RUNNING, GroupState.FINISHED)
+
+    def capacity(self) -> int:
+        """Return how many groups can be admitted now. Those that a step has filtered out are not charged."""
+        return max(0, self._most - len(self.untaken) - min(len(self._charged), self._batch))
+
+    def admit(self, count: int) -> list[int]:
+        """Admit groups; return their numbers."""
+        numbers = list(range(self._next, self._next + count))
+        self._states |= dict.fromkeys(numbers, GroupState.RUNNING)
+        self._next += count
+        return numbers
+
+    def finish(self, number: int) -> None:
+        """All of the group is there."""
+        self._move([number], GroupState.RUNNING, GroupState.FINISHED)
+
+    def take(self, count: int) -> list[int] | None:
+        """Take the next `count` groups. None: they are not there, or not finished."""
+        chosen = self.untaken[:count]
+        if len(chosen) < count or any(self._states[number] is not GroupState.FINISHED for number in chosen):
+            return None
+        self._move(chosen, GroupState.FINISHED, GroupState.TAKEN)
+        self._charged.update(chosen)
+        return chosen
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """The step does not need these groups: another one takes them."""
+        numbers = list(numbers)
+        self._move(numbers, GroupState.TAKEN, GroupState.FINISHED)
+        self._charged.difference_update(numbers)
+
+    def publish(self) -> None:
+        """The weights of the step that has taken groups are published."""
+        self._charged.clear()
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """The step that has taken these groups is committed."""
+        for number in numbers:
+            assert self._states.pop(number) is GroupState.TAKEN, f"group {number} was not taken"
+
+    def _move(self, numbers: Iterable[int], before: GroupState, after: GroupState) -> None:
+        for number in numbers:
+            state = self._states[number]
+            assert state is before, f"group {number} is {state.value}, not to be {after.value}"
+            self._states[number] = after
+
+
 class WeightHistories:
-    """The histories of the weights of this run, by version. Thread-safe."""
+    """The histories of the weights of this run, by version. Thread-safe: each change makes a new dictionary."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._histories: dict[int, str] = {}
 
     def add(self, version: int, history: str) -> None:
@@ -51,33 +141,26 @@ class WeightHistories:
 
         If a checkpoint has another history for it, there was a rollback (see `history_at`): no earlier record counts.
         """
-        with self._lock:
-            is_same = self._histories.get(version, history) == history
-            earlier = {v: h for v, h in self._histories.items() if v < version and is_same}
-            self._histories = earlier | {version: history}
+        is_same = self._histories.get(version, history) == history
+        earlier = {v: h for v, h in self._histories.items() if v < version and is_same}
+        self._histories = earlier | {version: history}
 
     @property
     def newest(self) -> tuple[int, str]:
         """The newest version, and its history."""
-        with self._lock:
-            version = max(self._histories)
-            return version, self._histories[version]
+        return max(self._histories.items())
 
     def includes(self, version: int, history: str) -> bool:
-        with self._lock:
-            return self._histories.get(version) == history
+        return self._histories.get(version) == history
 
     def state_dict(self) -> dict[str, Any]:
-        with self._lock:
-            return {"histories": {str(version): history for version, history in self._histories.items()}}
+        return {"histories": {str(version): history for version, history in self._histories.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._histories = {int(version): history for version, history in state["histories"].items()}
+        self._histories = {int(version): history for version, history in state["histories"].items()}
 
     def forget_before(self, version: int) -> None:
-        with self._lock:
-            self._histories = {v: h for v, h in self._histories.items() if v >= version}
+        self._histories = {v: h for v, h in self._histories.items() if v >= version}
 
 
 class _FlyingGroup:
@@ -118,14 +201,13 @@ class _RecordInFlight(GroupRecord):
 
     async def find(self) -> dict[int, Episode]:
         """Return the episodes of the newest valid record. Waits for the version of one that may become valid."""
-        journal, histories = self.journal, self._source.histories
+        replay, histories = self.journal.replay, self._source.histories
         for key in self._members:
-            candidates = journal.candidates(key)
+            candidates = replay.candidates(key)
             while True:
                 newest = histories.newest
                 for version, history in candidates:
-                    if histories.includes(version, history) and (found := journal.take(key, version, history)):
-                        journal.note_in_flight(key, True)
+                    if histories.includes(version, history) and (found := replay.take(key, version, history)):
                         self._flying.sampled_by.append(version)
                         return self._take({key: found})
                 if self._flying.is_needed or all(version <= newest[0] for version, _ in candidates):
@@ -133,7 +215,7 @@ class _RecordInFlight(GroupRecord):
                 await self._source.changes.until(
                     lambda newest=newest: histories.newest != newest or self._flying.is_needed
                 )
-            journal.note_in_flight(key, False)
+            replay.miss()
         return {}
 
     def _record(self, records: Mapping[str, Sequence[Episode]]) -> None:
@@ -210,7 +292,7 @@ class InFlightSource(SamplingSource):
         # Also the histories of groups that a dead run has recorded, and that are not admitted again yet.
         versions = [self._version - self.cfg.rollout.max_staleness]
         versions += [version for one in self._flying.values() for version in (one.version, *one.sampled_by)]
-        if (recorded := self.rollouts.journal.oldest_version()) is not None:
+        if (recorded := self.rollouts.journal.replay.oldest_version()) is not None:
             versions.append(recorded)
         self.histories.forget_before(min(versions))
         super()._commit(step)
@@ -265,7 +347,7 @@ class InFlightSource(SamplingSource):
 
     def next(self, step: int) -> list[Episode]:
         """Return the episodes of a step: the oldest groups."""
-        self.rollouts.journal.note_generated(step)
+        self.rollouts.journal.replay.note_generated(step)
         return super().next(step)
 
     async def _make_batch(self, step: StepInFlight) -> Any:

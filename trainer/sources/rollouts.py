@@ -6,26 +6,40 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from trainer.config import Config
-from trainer.data.datasets import of_source
+from trainer.data.datasets import name_in_mix, of_source
 from trainer.data.records import key_of_episode
 from trainer.data.row_digest import digest_rows
 from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
 from trainer.episodes import Episode
+from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.event_loop import EventLoop, all_of
 from trainer.journal.journal import Journal
 from trainer.process import time_limits
+from trainer.process.signals import CONTINUES
 from trainer.rewards.scorer import Scoring
 from trainer.rewards.terms import RewardInput
-from trainer.sources.error_rate import SourceFailures, judge_failures
 from trainer.sources.routes import Route
+
+LOG = logging.getLogger(__name__)
+
+_FEWEST_ROWS = 4
+"""Of a source, whose failures say that the source is broken and not a row."""
+_OUTCOMES = {
+    ("reward", "leave_out"): "are left out",
+    ("reward", "zero"): "count as 0",
+    ("environment", "leave_out"): "have a reward of 0, or are left out if the policy had not replied",
+    ("environment", "zero"): "count as 0",
+}
+"""What becomes of failures, by the section of the config that gives the rewards, and its `on_failure`."""
 
 
 class GroupRecord:
@@ -53,22 +67,18 @@ class GroupRecord:
         """The indices of the requests of each record, by its key."""
         if journal.is_on:
             numbers = [request.number for request in requests]
-            key = self._key(requests[0], numbers if is_whole else [], decides)
+            content = content_of(requests[0], numbers if is_whole else [])
+            key = journal.key(self.step, *content, *decides, history=history)
             if is_whole:
                 self._members = {key: list(range(len(requests)))}
             else:
                 self._members = {key_of_episode(key, number): [index] for index, number in enumerate(numbers)}
 
-    def _key(self, first: RolloutRequest, numbers: Sequence[int], decides: Sequence[str]) -> str:
-        """Return a digest of all that decides the episodes of a group."""
-        content = content_of(first, numbers)
-        return self.journal.key(self.step, *content, *decides, history=self._history)
-
     async def find(self) -> dict[int, Episode]:
         """Return the episodes that the journal has, by the indices of their requests."""
         if not self._members:
             return {}
-        return self._take(self.journal.find(self.step, list(self._members)))
+        return self._take(self.journal.replay.find(self.step, list(self._members)))
 
     def _take(self, found: Mapping[str, Sequence[Episode]]) -> dict[int, Episode]:
         self._kept |= found.keys()
@@ -249,17 +259,19 @@ class Rollouts:
 
     def evaluate(self, requests: Sequence[RolloutRequest], purpose: str) -> list[Episode]:
         """Return episodes with their rewards under the weights of now, on the main thread (see `run`)."""
-        route = self.routes[requests[0].prompt.source]
-        decides, history = (route.decides,) if route.decides else (), self.journal.history
+        decides = self.routes[requests[0].prompt.source].decides
+        record = self.exact_record(self.journal.history, (decides,) if decides else ())
+        return self.loop.run(self.run(requests, purpose, record))
+
+    def exact_record(
+        self, history: str, decides: Sequence[str] = ()
+    ) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
+        """Return what makes the records of groups that one version of the weights samples (see `GroupRecord`)."""
 
         def record(some: Sequence[RolloutRequest]) -> GroupRecord:
             return GroupRecord(self.journal, some, history, self.routes[some[0].prompt.source].wants_groups, decides)
 
-        return self.loop.run(self.run(requests, purpose, record))
-
-    def exact_record(self, history: str) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
-        """Return what makes the records of groups that one version of the weights samples."""
-        return lambda some: GroupRecord(self.journal, some, history, self.routes[some[0].prompt.source].wants_groups)
+        return record
 
     async def run(
         self,
@@ -459,3 +471,75 @@ def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
     """Return an episode as a scorer gets it."""
     prompt = request.prompt
     return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)
+
+
+@dataclass(frozen=True)
+class SourceFailures:
+    """The failures among the episodes of one source in a batch."""
+
+    source: str
+    """As `Prompt.source` names it."""
+    cfg: Config
+    """Of a run on this source alone."""
+    reasons: Sequence[str]
+    """Why episodes have failed; empty for those that have not."""
+    total: int
+    """Number of episodes, with those that the journal had."""
+
+    @property
+    def failed(self) -> list[str]:
+        return [reason for reason in self.reasons if reason]
+
+
+def error_limit(cfg: Config) -> tuple[str, float]:
+    """Return the section, `environment` or `reward`, that gives the rewards, and its `max_error_rate`."""
+    if cfg.environment.name:
+        return "environment", cfg.environment.max_error_rate
+    return "reward", cfg.reward.max_error_rate
+
+
+def judge_failures(sources: Sequence[SourceFailures], purpose: str) -> None:
+    """Log the failures of a batch.
+
+    Failures are a share of the whole batch, not of a source, of which the batch may hold two episodes. Sources with an
+    environment and those with a reward are judged apart, as are sources with limits of their own. A source with several
+    rows whose episodes have all failed is not hidden by the others.
+
+    Args:
+        purpose: names what the episodes are for.
+
+    Raises:
+        UserError: more than `max_error_rate` of the episodes have failed, or all of a source.
+    """
+    by_limit: dict[tuple[str, float], list[SourceFailures]] = {}
+    for one in sources:
+        by_limit.setdefault(error_limit(one.cfg), []).append(one)
+    for (section, most), some in by_limit.items():
+        _refuse_above(section, most, some, purpose)
+        for one in some:
+            failed, of = one.failed, of_source(purpose, [one.source])
+            if len(failed) == one.total >= _FEWEST_ROWS * one.cfg.rollout.n:
+                _refuse_above(section, most, [one], of)
+            if failed:
+                outcome = _OUTCOMES[section, one.cfg.on_failure]
+                share = _share(section, len(failed), one.total, of)
+                LOG.warning("%s failed and %s; the first: %s", share, outcome, failed[0])
+
+
+def _refuse_above(section: str, most: float, sources: Sequence[SourceFailures], purpose: str) -> None:
+    """Raise a `UserError` if more than a share `most` of the episodes have failed."""
+    count, total = sum(len(one.failed) for one in sources), sum(one.total for one in sources)
+    if count <= most * total:
+        return
+    worst = max(sources, key=lambda one: len(one.failed))
+    name = name_in_mix(worst.source)
+    mostly = f", {len(worst.failed)} of them for {name}" if name else ""
+    raise UserError(
+        f"{section}.max_error_rate={most:g}: {_share(section, count, total, purpose)} failed{mostly} (the first: "
+        f"{worst.failed[0]}); nothing was trained on them, and once the {section} works, {CONTINUES}"
+    )
+
+
+def _share(section: str, count: int, total: int, purpose: str) -> str:
+    kind = "episodes" if section == "environment" else "rewards"
+    return f"{count} of {total} {kind} of {purpose or 'a step'} ({count / total:.1%})"

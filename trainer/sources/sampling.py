@@ -183,7 +183,7 @@ class SamplingSource:
         with self._engines.awake():
             batch = self._loop.run(self._next(step), self._timer)
         if step in self._held:
-            self.rollouts.journal.note_held(step, len({episode.group for episode in batch.episodes}))
+            self.rollouts.journal.replay.hold(step)
         self._trained[step] = batch
         return batch.episodes
 
@@ -274,16 +274,6 @@ class SamplingSource:
         metrics = failure_metrics(self.cfg, [episode for group in groups for episode in group.episodes])
         if a.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(chosen))}
-            uninformative = int((~have_different_rewards(rewards[chosen])).sum())
-            if uninformative:
-                LOG.warning(
-                    "in %d batches, %d of the %d prompts that step %d needs had completions of different rewards; the "
-                    "others teach nothing",
-                    batch,
-                    wanted - uninformative,
-                    wanted,
-                    step.step,
-                )
         return [groups[i] for i in chosen], groups[:used], metrics
 
     async def _more_groups(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:

@@ -181,7 +181,6 @@ def _trainer_of(
             server,
         )
         trainer.load_data()
-    journal.prepare()  # from here on, the driver waits for the ranks
     if ingredients.waits:
         with stage("starting ranks and engines"):
             for wait in ingredients.waits:

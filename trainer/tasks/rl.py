@@ -27,10 +27,17 @@ from trainer.seeding import environment_seed
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
-from trainer.sources.preflight import check_source, find_refusals, with_keys_of
 from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import VAL_SETS, make_routes, make_scorers, train_sources
+from trainer.sources.routes import (
+    VAL_SETS,
+    check_source,
+    find_refusals,
+    make_routes,
+    make_scorers,
+    train_sources,
+    with_keys_of,
+)
 from trainer.sources.sampling import SamplingSource
 from trainer.tasks import warm_start
 from trainer.tasks.base import Ingredients, Task, tokenizer_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -359,15 +358,12 @@ def test_steps_come_back_as_they_were_even_if_engines_never_repeat_themselves(tm
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_a_resume_says_which_groups_the_checkpoint_had(tmp_path, model, killed, caplog, ahead):
-    """Nobody asks for records of these, so the line does not call them unusable."""
+def test_records_of_groups_that_the_checkpoint_had_are_not_called_unusable(tmp_path, model, killed, caplog, ahead):
+    """Nobody asks for records of these."""
     shutil.copytree(killed(ahead), tmp_path / "run")
     caplog.set_level("INFO")
     run(settings(tmp_path / "run", ahead), model)
     (line,) = [message for message in caplog.messages if "came from the journal" in message]
-    assert re.search(rf"groups came from the journal(, \d+ in part)?, {3 * ahead} were in the checkpoint and ", line), (
-        line
-    )
     assert "not used" not in line
 
 

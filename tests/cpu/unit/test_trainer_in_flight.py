@@ -131,7 +131,7 @@ def test_no_finished_group_is_sampled_again_however_many_versions_ago_it_began(t
 
     async def find_and_note(record: _RecordInFlight) -> Any:
         (key,) = record._members
-        candidates = record.journal.candidates(key)
+        candidates = record.journal.replay.candidates(key)
         found = await find(record)
         if candidates and not found:
             again.append((key, candidates))

@@ -53,7 +53,7 @@ def test_the_newest_record_is_used_whatever_the_clock_of_its_machine_says(storag
         journal = opened(tmp_path / str(tokens), storage=storage)
         journal.add(1, {"a": group("a", tokens=tokens)}, "start")
         journal.close()
-        found = opened(tmp_path / "reader", storage=storage).find(1, ["a"])["a"]
+        found = opened(tmp_path / "reader", storage=storage).replay.find(1, ["a"])["a"]
         assert len(found[0].samples[0].token_ids) == tokens
 
 

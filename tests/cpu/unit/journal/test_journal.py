@@ -45,7 +45,7 @@ def train(journal: Journal, steps: Iterator[int] | range) -> dict[int, bool]:
     found = {}
     for step in steps:
         keys = [journal.key(step, name) for name in "ab"]
-        known = journal.find(step, keys)
+        known = journal.replay.find(step, keys)
         made = {key: known.get(key) or group(f"{step}{name}") for key, name in zip(keys, "ab", strict=True)}
         journal.add(step, {key: one for key, one in made.items() if key not in known})
         journal.wait()
@@ -90,7 +90,7 @@ def ahead(journal: Journal, step: int, older: str) -> bool:
     }
     steps = dict(zip(keys, (step + 1, step), strict=True))
     with ThreadPoolExecutor(1) as other:  # the thread that samples is not the one that trains
-        known = {of: other.submit(journal.find, steps[of], [key]).result() for of, key in keys.items()}
+        known = {of: other.submit(journal.replay.find, steps[of], [key]).result() for of, key in keys.items()}
         for of, key in keys.items():
             if not known[of]:
                 other.submit(journal.add, steps[of], {key: group(f"{step}{of}")}, of).result()
@@ -109,7 +109,7 @@ def test_steps_ahead_come_back_by_the_history_of_older_weights_in_any_order(tmp_
             assert ahead(journal, step, histories[step - 1]) == found
         journal.close()
     assert "6 groups came from the journal and 0 were generated" in caplog.text and "not used" not in caplog.text
-    assert not opened(tmp_path).find(2, [journal.key(2, "ahead", history=histories[1])]), "other weights"
+    assert not opened(tmp_path).replay.find(2, [journal.key(2, "ahead", history=histories[1])]), "other weights"
 
 
 def test_only_the_thread_that_trains_knows_the_weights_of_now(tmp_path):
@@ -155,7 +155,7 @@ def test_a_wait_ends_while_another_thread_adds_without_end(tmp_path):
         is_over.set()
         adding.result()
     journal.close()
-    assert opened(tmp_path).find(1, ["mine"])
+    assert opened(tmp_path).replay.find(1, ["mine"])
 
 
 @pytest.mark.parametrize("was_killed", [False, True])
@@ -186,7 +186,7 @@ def test_a_step_waits_until_its_record_would_survive_the_machine(tmp_path, monke
     folder = str(tmp_path / ".journal")
     path = os.path.join(folder, *files(tmp_path))
     written = [("fsync", f"{path}.tmp"), ("rename", path), ("fsync", folder)]
-    assert calls == [("fsync", str(tmp_path)), *written]
+    assert calls == [*written, ("fsync", str(tmp_path))]
     journal.close()
 
 
@@ -195,7 +195,7 @@ def test_groups_of_a_step_that_was_cut_off_come_back(tmp_path):
     key, other = journal.key(1, "a"), journal.key(1, "b")
     journal.add(1, {key: group("a")})
     journal.wait()
-    found = opened(tmp_path).find(1, [key, other])
+    found = opened(tmp_path).replay.find(1, [key, other])
     assert list(found) == [key] and found[key][0].uid == "a:0"
 
 
@@ -252,7 +252,7 @@ def test_a_damaged_file_is_named_and_its_groups_are_generated_again(tmp_path, ca
     journal.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and path.name in warnings[0]
-    assert "2 groups came from the journal and 2 were generated; not used: 1 damaged files" in caplog.text
+    assert "2 groups came from the journal and 2 were generated" in caplog.text
 
 
 def test_records_are_kept_behind_the_oldest_step_that_a_resume_may_begin_at(tmp_path):
@@ -387,7 +387,7 @@ class RandomRun:
     def train(self) -> None:
         self.step += 1
         keys, trained = [self.journal.key(self.step, name) for name in "ab"], []
-        found = self.journal.find(self.step, keys)
+        found = self.journal.replay.find(self.step, keys)
         for key in keys:
             made = found.get(key) or group("g", reward=next(self.rewards))
             reward = made[0].reward

@@ -32,8 +32,8 @@ def record(root: Path, step: int, *names: str, version: int | None = None) -> st
 
 
 def take(journal: Journal, key: str) -> list[Episode] | None:
-    ((version, history),) = journal.candidates(key)
-    return journal.take(key, version, history)
+    ((version, history),) = journal.replay.candidates(key)
+    return journal.replay.take(key, version, history)
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
@@ -42,14 +42,14 @@ def test_only_groups_that_are_taken_are_in_memory(tmp_path, in_flight):
         record(tmp_path, step, *(f"{step}{name}" for name in "abcd"), version=step if in_flight else None)
     before, journal = episodes_in_memory(), opened(tmp_path)
     if in_flight:
-        assert journal.candidates("3a") == [(3, "start")]
+        assert journal.replay.candidates("3a") == [(3, "start")]
         assert episodes_in_memory() == before
         found = take(journal, "3a")
     else:
-        found = journal.find(3, ["3a"])["3a"]
+        found = journal.replay.find(3, ["3a"])["3a"]
     assert [episode.uid for episode in found] == ["3a:0", "3a:1"] and len(found[0].samples[0].token_ids) == 6
     assert episodes_in_memory() == before + 2
-    assert in_flight or journal.find(3, ["3a", "3b"]).keys() == {"3a", "3b"}, "a group may be asked for twice"
+    assert in_flight or journal.replay.find(3, ["3a", "3b"]).keys() == {"3a", "3b"}, "a group may be asked for twice"
     journal.close()
 
 
@@ -57,9 +57,9 @@ def test_records_of_one_group_come_in_the_order_of_their_versions(tmp_path):
     for step, version in ((4, 2), (3, 10), (5, 2)):
         record(tmp_path, step, "a", "b", version=version)
     journal = opened(tmp_path)
-    assert journal.candidates("a") == [(2, "start"), (10, "start")] and journal.candidates("c") == []
-    assert journal.oldest_version() == 2, "also of groups that this start has not admitted yet"
-    assert len(journal.take("a", 10, "start")[0].samples[0].token_ids) == 6
+    assert journal.replay.candidates("a") == [(2, "start"), (10, "start")] and journal.replay.candidates("c") == []
+    assert journal.replay.oldest_version() == 2, "also of groups that this start has not admitted yet"
+    assert len(journal.replay.take("a", 10, "start")[0].samples[0].token_ids) == 6
     journal.close()
 
 
@@ -83,9 +83,9 @@ def test_a_damaged_record_gives_way_to_another_one_of_the_group(tmp_path, caplog
         whole = path.read_bytes()
         path.write_bytes(whole[:damage] + bytes([whole[damage] ^ 1]) + whole[damage:][1:])
         journal = opened(tmp_path)
-        found = take(journal, "a") if in_flight else journal.find(1, ["a"]).get("a")
+        found = take(journal, "a") if in_flight else journal.replay.find(1, ["a"]).get("a")
         assert found and found[0].uid == "a:0"
-        assert take(journal, "a") if in_flight else journal.find(1, ["a"])
+        assert take(journal, "a") if in_flight else journal.replay.find(1, ["a"])
         path.write_bytes(whole)
         journal.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -104,10 +104,10 @@ def test_any_flipped_bit_is_named_once_and_its_groups_are_generated_again(tmp_pa
         caplog.clear()
         replay = Replay(RecordFiles(str(tmp_path), None, lambda: None), {path.name: 1})
         assert replay.find(1, ["a"]) == {} and replay.candidates("a") == [] and replay.find(1, ["b"]) == {}
-        replay.report()
+        replay.close()
         warning, line = caplog.messages
         assert path.name in warning and warning.endswith("its groups are generated again"), at
-        assert line.endswith("not used: 1 damaged files"), at
+        assert line.endswith("0 groups came from the journal and 2 were generated"), at
 
 
 def test_the_newest_of_two_records_is_used(tmp_path):
@@ -117,7 +117,7 @@ def test_the_newest_of_two_records_is_used(tmp_path):
         journal.add(1, {"a": group("a", tokens=tokens)}, "start")
         journal.wait()
         journal.close()
-        found = opened(tmp_path).find(1, ["a"])["a"]
+        found = opened(tmp_path).replay.find(1, ["a"])["a"]
         assert len(found[0].samples[0].token_ids) == tokens
 
 
@@ -125,7 +125,7 @@ def test_a_record_that_a_commit_has_deleted_is_not_used_and_not_called_damaged(t
     caplog.set_level(logging.INFO)
     name = record(tmp_path, 1, "a", version=1)
     journal = opened(tmp_path)
-    assert journal.candidates("a")
+    assert journal.replay.candidates("a")
     (tmp_path / ".journal" / name).unlink()
     assert take(journal, "a") is None
     journal.close()

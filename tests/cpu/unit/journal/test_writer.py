@@ -130,5 +130,5 @@ def test_steps_that_take_turns_are_written_in_a_file_each(tmp_path, monkeypatch)
     names = sorted(os.listdir(tmp_path / ".journal"), key=lambda name: int(name.split("-")[1]))
     kinds = [name.split("-")[0] + Path(name).suffix for name in names]
     assert kinds == ["step_1.arrow", "step_2.arrow"]
-    found = opened(tmp_path).find(2, ["k1", "k3", "k5"])
+    found = opened(tmp_path).replay.find(2, ["k1", "k3", "k5"])
     assert len(found) == 3

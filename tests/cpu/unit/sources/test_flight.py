@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.ledger import Ledger, SampleIndex
-from trainer.sources.flight import Flight, GroupState
+from trainer.sources.in_flight import Flight, GroupState
 
 
 def ledger_of(rows: int) -> Ledger:

@@ -7,7 +7,7 @@ import pytest
 from trainer.config import Config, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
 from trainer.errors import UserError
-from trainer.sources.preflight import check_source, find_refusals
+from trainer.sources.routes import check_source, find_refusals
 
 AGENT = EnvironmentConfig(name="tests.support.agents:OneCall")
 

@@ -182,8 +182,7 @@ def test_a_kill_costs_no_finished_episode_unless_its_reward_needs_the_group(
     episodes, generated = steps()
     assert generated == 10 - 3 + lost
     assert [episode.uid.rpartition(":")[2] for episode in episodes] == ["0", "1"] * 5
-    part, made = ("", 4) if lost else (", 1 in part", 3)
-    assert f"1 groups came from the journal{part} and {made} were generated" in caplog.text
+    assert "1 groups came from the journal and 4 were generated" in caplog.text, "one of them in part"
     again, generated = steps()
     assert bits(again) == bits(episodes) and generated == 0
 
