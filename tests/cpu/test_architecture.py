@@ -128,7 +128,7 @@ def test_config_names_no_upper_room():
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1500, 1500),
     "run process": (3350, 2600),
-    "sources generation journal environments agents": (11600, 8500),
+    "sources generation journal environments agents": (11400, 8500),
     "inference": (1150, 900),
     "rewards": (1200, 900),
     "sandbox": (1400, 1200),
@@ -138,7 +138,7 @@ MOST_LINES = {
     "cluster": (2450, 2200),
     "data": (2600, 1900),
     "metrics reports": (3450, 3200),
-    "config": (4200, 3200),
+    "config": (4150, 3200),
     "plan": (2350, 1650),
     "view": (900, 900),
     "evaluate": (950, 500),

@@ -147,6 +147,9 @@ class _Streaming(PlainEngine):
         completion = self.generate([request])[0]
         return {number: dataclasses.replace(completion, weight_versions=(oldest, self._version))}
 
+    def interrupt(self) -> None:
+        """A step returns soon."""
+
     def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
         if running == "abort":
             self._queue.clear()

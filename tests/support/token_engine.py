@@ -12,8 +12,8 @@ from trainer.config.engines import EngineSpec
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import SharedMemory
 
-ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", unit="request", in_flight=True)
-JOINING = EngineSpec(path=f"{__name__}:StoppingEngine", unit="request", in_flight=True)
+ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", unit="request")
+JOINING = EngineSpec(path=f"{__name__}:StoppingEngine", unit="request")
 _TOKEN_S = 0.004
 
 

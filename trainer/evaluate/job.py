@@ -16,7 +16,6 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
 from trainer.checkpoint.tensors import NamedFiles
 from trainer.config import Config
-from trainer.config.engines import ADAPTER, TRANSPORTS
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
 from trainer.data.datasets import Prompt, read_examples
@@ -39,7 +38,7 @@ from trainer.files.documents import flatten
 from trainer.files.hf_hub import pin
 from trainer.files.redaction import redact
 from trainer.generation.engine_pool import EnginePool
-from trainer.generation.fixed_weights import FixedWeights
+from trainer.generation.transport import ADAPTER, FixedWeights
 from trainer.jobs import cluster_of
 from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
@@ -61,10 +60,9 @@ from trainer.run.compatibility import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
-from trainer.sources.routes import check_source, find_refusals
 from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import VAL_SETS, make_routes, make_scorers
+from trainer.sources.routes import VAL_SETS, check_source, find_refusals, make_routes, make_scorers
 from trainer.tasks.base import tokenizer_of
 
 LOG = logging.getLogger(__name__)
@@ -138,7 +136,7 @@ class _Evaluating:
         with contextlib.ExitStack() as ends:
             ends.callback(journal.close)
             cluster = ends.enter_context(cluster_of(self.cfg, self._device))
-            way = TRANSPORTS["shared_memory"] if weights.adapter is None else ADAPTER
+            way = "shared_memory" if weights.adapter is None else ADAPTER
             pool = EnginePool(self.cfg, cluster, weights, path, keeps_weights=True, way=way)
             ends.callback(pool.leave)
             cache = RewardCache(self.directory, self._lock.check)

@@ -45,8 +45,8 @@ class _Pending:
 class _Load:
     """What one engine has to do."""
 
-    held: dict[int, float]
-    """The requests that it is to generate, with their costs, in the order in which it gets them."""
+    held: list[int]
+    """The requests that it is to generate, in the order in which it gets them."""
     new: list[int]
     """Those of them that it has not got."""
     process: Any = None
@@ -55,10 +55,6 @@ class _Load:
     """When its running call began; None: none runs."""
     is_interrupted: bool = False
     """The running call is to return for requests that wait, or will be."""
-
-    @property
-    def cost(self) -> float:
-        return math.fsum(self.held.values())  # whatever their order
 
 
 class Dispatcher:
@@ -72,7 +68,6 @@ class Dispatcher:
         unit: of the engines (see `EngineSpec`).
         most: requests that an engine generates together (`rollout.max_num_seqs`).
         capacity: most requests of the unit `request` that an engine has, unless one prompt has more; None: no limit.
-        interrupts: an engine returns from `step` when it is told to (`EngineSpec.in_flight`).
         maintain: called again and again while no engine is used from elsewhere; `True`: completions are waited for.
     """
 
@@ -82,14 +77,12 @@ class Dispatcher:
         unit: str,
         most: int,
         capacity: int | None,
-        interrupts: bool,
         maintain: Callable[[bool], Coroutine[Any, Any, None]],
     ):
         self._engines = engines
         self._is_batch = unit == "batch"
         self._most = most
         self._capacity = math.inf if capacity is None else capacity
-        self._interrupts = interrupts
         self._maintain = maintain
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
@@ -97,7 +90,7 @@ class Dispatcher:
         """Requests that were made since the last turn of the loop, and are shared out in the next one."""
         self._waiting: deque[list[int]] = deque()
         """Requests that no engine has, those together that one engine is to get."""
-        self._loads = [_Load({}, []) for _ in engines.group.workers]
+        self._loads = [_Load([], []) for _ in engines.group.workers]
         self._changes = Changes()
         self.is_paused = False
         """The engines rest, or are about to."""
@@ -134,21 +127,13 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------
     # Requests
 
-    async def complete(self, request: Request) -> Completion:
-        """Return the completion of a request.
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the completions of requests, in their order. Engines of `unit = "batch"` get them in batches.
 
         Raises:
-            RequestsDropped: a weight sync has dropped it.
+            RequestsDropped: a weight sync has dropped them.
             BaseException: whatever has failed for good.
         """
-        assert not self._is_batch, "use complete_together"
-        return (await self._completions([request]))[0]
-
-    async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return the completions of requests, in their order. Engines of `unit = "batch"` get them in batches."""
-        return await self._completions(requests)
-
-    async def _completions(self, requests: Sequence[Request]) -> list[Completion]:
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
@@ -169,7 +154,7 @@ class Dispatcher:
                 self._pending.pop(number, None)
 
     def _share_out(self) -> None:
-        """Give each engine the requests that it gets next: those with the least to do get the most expensive ones."""
+        """Give each engine the requests that it gets next: those of a prompt go to the one with the fewest requests."""
         new, self._new = [number for number in self._new if number in self._pending], []
         self._waiting.extend(
             _by_prompt({number: self._pending[number].request for number in new}, self._most_of_prompt)
@@ -182,11 +167,11 @@ class Dispatcher:
                 break
             self._waiting.popleft()
             if piece:
-                load = self._loads[min(able, key=lambda engine: self._loads[engine].cost)]
-                load.held |= _costs([self._pending[number].request for number in piece], piece)
+                load = self._loads[min(able, key=lambda engine: len(self._loads[engine].held))]
+                load.held += piece
                 load.new += piece
         for engine, load in enumerate(self._loads):
-            if load.new and load.began_at is not None and self._interrupts and not load.is_interrupted:
+            if load.new and load.began_at is not None and not self._is_batch and not load.is_interrupted:
                 load.is_interrupted = True
                 due = load.began_at + join_interval_s(len(load.held) - len(load.new)) - time.monotonic()
                 asyncio.get_running_loop().call_later(max(0.0, due), self._interrupt_for_new, engine, load.began_at)
@@ -209,11 +194,10 @@ class Dispatcher:
         while True:
             await self._changes.until(lambda: not self.is_paused and load.held and lifecycle[engine] is State.SERVING)
             if load.process is not self._engines.group.workers[engine]:  # it was replaced while the engines rested
-                load.new, load.process = list(load.held), self._engines.group.workers[engine]
-            new, load.new = [number for number in load.new if number in self._pending], []
-            for number in load.held.keys() - self._pending.keys():
-                if number in new or self._is_batch:
-                    del load.held[number]
+                load.new, load.process = [*load.held], self._engines.group.workers[engine]
+            gone = {*(load.held if self._is_batch else load.new)} - self._pending.keys()  # nobody waits for them
+            load.held = [number for number in load.held if number not in gone]
+            new, load.new = [number for number in load.new if number not in gone], []
             for number in new:
                 self._pending[number].oldest = lifecycle.version(engine)
             if not load.held:
@@ -230,7 +214,8 @@ class Dispatcher:
                 self._engines.mark_failed([engine], error)
             else:
                 for number, completion in completions.items():
-                    load.held.pop(number, None)
+                    if number in load.held:
+                        load.held.remove(number)
                     self._hand_out(number, completion, lifecycle.version(engine))
             finally:
                 load.began_at = None
@@ -271,7 +256,7 @@ class Dispatcher:
         load = self._loads[engine]
         left = {number: self._pending[number].request for number in load.held if number in self._pending}
         self._waiting.extendleft([list(left)] if self._is_batch else _by_prompt(left, self._most_of_prompt))
-        load.held, load.new = {}, []
+        load.held, load.new = [], []
 
     def _nonsense(self, engine: int) -> WorkerError:
         """Return the failure of an engine that has returned NaN: its tokens do not come from the policy."""
@@ -292,7 +277,7 @@ class Dispatcher:
 
     def _interrupt(self, engines: Iterable[int]) -> None:
         alive = [engine for engine in engines if self._engines.lifecycle[engine] is not State.DEAD]
-        if alive and self._interrupts:
+        if alive and not self._is_batch:
             self._engines.group.start_background("interrupt", workers=alive)
 
     # ---------------------------------------------------------------------------------------------------
@@ -318,15 +303,11 @@ class Dispatcher:
 
     def clear(self) -> None:
         """Forget all requests, which the engines drop. Nobody should wait for them."""
-        error = RequestsDropped("a weight sync has dropped the requests that were under way")
-        pending, self._pending = self._pending, {}
-        for one in pending.values():
-            if not one.completion.done():
-                one.completion.set_exception(error)
+        self.fail(RequestsDropped("a weight sync has dropped the requests that were under way"))
         self._new.clear()
         self._waiting.clear()
         for load in self._loads:
-            load.held, load.new = {}, []
+            load.held, load.new = [], []
 
     def requeue_lost(self) -> None:
         """Take back the requests of engines that were ended while they rested."""
@@ -348,22 +329,8 @@ class Dispatcher:
             self._share_out()
 
 
-def _costs(requests: Sequence[Request], numbers: Sequence[int]) -> dict[int, float]:
-    """Return the most tokens that each request can take. A prompt counts once for all requests that have it."""
-    counts: dict[bytes, int] = {}
-    for request in requests:
-        prompt = request.prompt_token_ids.tobytes()
-        counts[prompt] = counts.get(prompt, 0) + 1
-    return {
-        number: one.sampling.max_tokens + len(one.prompt_token_ids) / counts[one.prompt_token_ids.tobytes()]
-        for number, one in zip(numbers, requests, strict=True)
-    }
-
-
 def _by_prompt(requests: Mapping[int, Request], most: int) -> list[list[int]]:
     """Return the numbers of requests, those of one prompt together: an engine computes the prompt once.
-
-    The most expensive prompts come first.
 
     Args:
         most: longest list; a prompt with more completions is cut.
@@ -371,9 +338,4 @@ def _by_prompt(requests: Mapping[int, Request], most: int) -> list[list[int]]:
     prompts: dict[bytes, list[int]] = {}
     for number, request in requests.items():
         prompts.setdefault(request.prompt_token_ids.tobytes(), []).append(number)
-
-    def cost(numbers: list[int]) -> int:
-        return len(requests[numbers[0]].prompt_token_ids) + sum(requests[one].sampling.max_tokens for one in numbers)
-
-    ordered = sorted(prompts.values(), key=lambda numbers: (-cost(numbers), numbers[0]))
-    return [numbers[start : start + most] for numbers in ordered for start in range(0, len(numbers), most)]
+    return [numbers[start : start + most] for numbers in prompts.values() for start in range(0, len(numbers), most)]

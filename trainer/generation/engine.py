@@ -157,8 +157,7 @@ class StreamingEngine(Engine, Protocol):
     def interrupt(self) -> None:
         """Let a running `step` return within about a token's time, with what is complete. Called on another thread.
 
-        It is for requests and weights that wait. Only engines with `EngineSpec.in_flight` have it. If no `step` runs,
-        the next one may return at once.
+        It is for requests and weights that wait. If no `step` runs, the next one may return at once.
         """
         ...
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
-from trainer.config.engines import ADAPTER, TransportSpec, find_transport
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -27,9 +26,16 @@ from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.engines import Engines, engine_builder
 from trainer.generation.event_loop import EventLoop, in_thread
 from trainer.generation.lifecycle import GpuAssignment, GpuMemory, State, assign_gpus, colocated_ranks, gpus_of
-from trainer.generation.server_protocol import Job
-from trainer.generation.transport import Ends, PolicyRanks, Transport, choose_transport, first_failure, make_transport
-from trainer.generation.weight_check import describe_model
+from trainer.generation.server_protocol import Job, describe_model
+from trainer.generation.transport import (
+    ADAPTER,
+    Ends,
+    PolicyRanks,
+    Transport,
+    choose_transport,
+    first_failure,
+    make_transport,
+)
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -61,7 +67,7 @@ class EnginePool:
         ranks: PolicyRanks,
         model_path: str,
         keeps_weights: bool = False,
-        way: str | TransportSpec | None = None,
+        way: str | None = None,
     ):
         self._cfg = cfg
         self._cluster = cluster
@@ -99,10 +105,8 @@ class EnginePool:
         self._engines = Engines(group, self._memory, limit, window_s, has_capacity, urls)
         most = cfg.rollout.max_num_seqs
         capacity = most if self._device == "cuda" and len(group) > 1 else None
-        self._dispatcher = Dispatcher(self._engines, spec.unit, most, capacity, spec.in_flight, self._maintain)
-        self._ends = Ends(
-            cfg, cluster, ranks, model_path, self._device, self._count_receivers, self._colocated_ranks, keeps_weights
-        )
+        self._dispatcher = Dispatcher(self._engines, spec.unit, most, capacity, self._maintain)
+        self._ends = Ends(cfg, cluster, ranks, model_path, self._device, keeps_weights)
         self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
 
     @property
@@ -165,7 +169,7 @@ class EnginePool:
                 [*self._ranks.policy.placements(), *self._engines.placements()]
             )
         self._has_started = True
-        self._transport: Transport = make_transport(find_transport(self._way), self._ends)
+        self._transport: Transport = make_transport(self._way, self._ends)
         self._transport.check()
         self._meet(self._engines.lifecycle.loaded)
         if is_initial and not self._spec.served and self._transport.is_checked:
@@ -244,10 +248,10 @@ class EnginePool:
         self._offload_ranks()
         self._memory.start()
         try:
-            with self._engines.starts():
-                self._engines.wait_for_capacity()
+            self._engines.wait_for_capacity()
+            self._engines.finish_starts()
         except BaseException:
-            self._memory.sleep()
+            self._sleep_after_failure()
             raise
         self._put_to_sleep()
 
@@ -312,13 +316,12 @@ class EnginePool:
             RequestsDropped: a weight sync has dropped the request.
             BaseException: whatever has failed for good.
         """
-        await self._get_ready()
-        return await self._dispatcher.complete(request)
+        return (await self.complete_together([request]))[0]
 
     async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions of requests in their order, made in batches where that is the engines' `unit`."""
         await self._get_ready()
-        return await self._dispatcher.complete_together(requests)
+        return await self._dispatcher.complete(requests)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests, on the main thread."""
@@ -397,11 +400,9 @@ class EnginePool:
             leave_servers(self._cfg.rollout.urls, self._job)
 
     def _meet(self, receivers: list[int]) -> None:
-        self._transport.meet(receivers)
+        colocated = self._colocated_ranks(receivers) if self._memory.shared else ()
+        self._transport.meet(len(receivers) * max(1, self._gpus), colocated)
         self._receivers = self._processes(receivers)
-
-    def _count_receivers(self, engines: Sequence[int]) -> int:
-        return len(engines) * max(1, self._gpus)
 
     def _processes(self, engines: Iterable[int]) -> list[Any]:
         return [self._engines.group.workers[engine] for engine in engines]
@@ -445,7 +446,7 @@ class EnginePool:
         """Return the ranks that share a GPU with one of these engines."""
         return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_placements)
 
-    def _choose_way(self, placements: Sequence[Mapping[str, Any]]) -> str | TransportSpec:
+    def _choose_way(self, placements: Sequence[Mapping[str, Any]]) -> str:
         """Choose how weights reach the engines (see `choose_transport`). `placements`: of all ranks and engines."""
         if self._cfg.syncs_adapter:
             return ADAPTER

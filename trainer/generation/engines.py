@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
@@ -127,17 +125,6 @@ class Engines:
         """Wait until no engine starts. Those that died a moment ago may start later."""
         while self.lifecycle.within(State.STARTING):
             self.poll()
-
-    @contextmanager
-    def starts(self) -> Iterator[None]:
-        """Wait at the end of the block until the processes that have started meanwhile are loaded."""
-        assert self._memory.may_start
-        try:
-            yield
-            self.finish_starts()
-        except BaseException:
-            self.end(self.lifecycle.within(State.STARTING))  # ranks that start again need the memory
-            raise
 
     def check(self) -> None:
         """Find engines that have died."""
@@ -323,7 +310,7 @@ def engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -
         check_torchvision(cfg.model, model_path)
     return functools.partial(
         build_engine,
-        dataclasses.replace(spec, transports=()),  # the functions of a user's transport may not be pickled
+        spec,
         os.environ.get(TOKEN) if spec.served else None,
         cfg.trainer.deterministic and spec.deterministic_torch,
         model_path,

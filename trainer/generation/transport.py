@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
-from trainer.config.engines import ENGINES, TRANSPORTS, Place, TransportSpec, find_engine, find_transport
+from trainer.config.engines import ENGINES, find_engine
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
+from trainer.files.shared_memory import PrivateDirectory
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
-from trainer.import_utils import import_function
+from trainer.models.weight_files import weight_files
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which weights are sent by broadcast and ipc. Two are in memory at a time."""
+_PREFIX = ".weights-"
 
 
 class PolicyRanks(Protocol):
@@ -47,6 +50,89 @@ class PolicyRanks(Protocol):
     def drop_shared(self) -> None: ...
 
 
+class FixedWeights:
+    """The weights in a directory, in place of the ranks of a policy. They never change.
+
+    An engine that starts with the weights of its model path needs nothing more. An inference server, which is older
+    than the job, gets a copy of the weight files; an engine that serves adapters gets these.
+
+    Args:
+        path: a Hugging Face model directory, on a disk that all nodes see.
+        scratch: directory for the copy, on a disk that all nodes see.
+        adapter: peft's config and weights, for engines that serve them over the weights in `path`.
+    """
+
+    def __init__(self, path: str, scratch: str, adapter: tuple[str, bytes] | None = None):
+        self._path = path
+        self._scratch = scratch
+        self.adapter = adapter
+        self._copy: PrivateDirectory | None = None
+
+    @property
+    def policy(self) -> WorkerGroup:
+        raise AssertionError("no ranks hold these weights")
+
+    def call(self, role: str, method: str, *args: Any) -> Any:
+        return self.call_one(role, method, *args)
+
+    def call_one(self, role: str, method: str, *args: Any) -> Any:
+        match method:
+            case "adapter_config" if self.adapter is not None:
+                return self.adapter[0]
+            case "adapter_weights" if self.adapter is not None:
+                return self.adapter[1]
+            case "weight_bytes":
+                return sum(map(os.path.getsize, self._files()))
+        raise AssertionError(method)
+
+    def start(self, role: str, method: str, *args: Any) -> CallFutures:
+        raise AssertionError("no ranks can send these weights")
+
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
+        """Do nothing: there is nothing on a GPU."""
+
+    def check_shared(self, dtype: str) -> None:
+        """Engines of this job load the weights from their files."""
+
+    def share_weights(self, dtype: str) -> str:
+        """Write a copy of the weight files as `dtype`, one file at a time; return its directory.
+
+        Args:
+            dtype: `float32`, `bfloat16`, or `auto`: that of the files.
+
+        Raises:
+            UserError: the weights are in no safetensors files.
+        """
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        files = self._files()
+        if not files:
+            raise UserError(
+                f"model.path={self._path}: has no safetensors files, which inference servers load; save the model with "
+                "safetensors, or choose rollout=vllm"
+            )
+        self.drop_shared()
+        self._copy = PrivateDirectory(self._scratch, _PREFIX, 8)
+        target = None if dtype == "auto" else getattr(torch, dtype)
+        for file in files:
+            tensors = {
+                name: tensor.to(target) if target is not None and tensor.is_floating_point() else tensor
+                for name, tensor in load_file(file).items()
+            }
+            save_file(tensors, os.path.join(self._copy.path, os.path.basename(file)), {"format": "pt"})
+        return self._copy.path
+
+    def drop_shared(self) -> None:
+        """Delete the copy."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
+
+    def _files(self) -> list[str]:
+        return weight_files(self._path)
+
+
 @dataclass(frozen=True)
 class Ends:
     """Both ends of a transport: the ranks of the policy, and the engines of a pool."""
@@ -57,12 +143,20 @@ class Ends:
     model_path: str
     device: str
     """Of the engines."""
-    count_receivers: Callable[[Sequence[int]], int]
-    """Returns the number of processes of these engines that take weights."""
-    colocated_ranks: Callable[[Sequence[int]], tuple[int, ...]]
-    """Returns the ranks that share a GPU with one of these engines."""
     keeps: bool = False
     """Engines may need the weights of the last sync again after the ranks have changed theirs."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks and engines are."""
+
+    same_node: bool
+    """All of them are on one node."""
+    on_gpus: bool
+    """The engines are on GPUs."""
+    colocated: bool
+    """`rollout.colocate`."""
 
 
 class Transport:
@@ -71,6 +165,16 @@ class Transport:
     is_checked = False
     """`check` finds all that cannot work. Else the first weights are sent before the first step, to try it."""
 
+    @staticmethod
+    def suits(place: Place) -> bool:
+        """Return whether `rollout.weight_sync=auto` takes it at a place."""
+        return True
+
+    @staticmethod
+    def problem(place: Place) -> str | None:
+        """Return why it cannot work at a place, and what to choose instead; None: it can."""
+        return None
+
     def __init__(self, ends: Ends):
         self.ends = ends
         self._dtype = ends.cfg.rollout.dtype
@@ -78,8 +182,13 @@ class Transport:
     def check(self) -> None:
         """Refuse what cannot work, before the first step."""
 
-    def meet(self, engines: Sequence[int]) -> None:
-        """Choose where ranks and these engines meet. Called again when the processes of the engines are others."""
+    def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
+        """Choose where ranks and engines meet. Called again when the processes of the engines are others.
+
+        Args:
+            receivers: number of processes of engines that take weights.
+            colocated: the ranks that share a GPU with one of them.
+        """
 
     def offer(self) -> AbstractContextManager[tuple[WeightSource, CallFutures | None]]:
         """Return what engines load, and the sending calls that run meanwhile; None: nothing is sent any more."""
@@ -106,6 +215,14 @@ class SharedMemoryTransport(Transport):
 
     is_checked = True
     _kept: SharedMemory | None = None
+
+    @staticmethod
+    def suits(place: Place) -> bool:
+        return place.same_node
+
+    @staticmethod
+    def problem(place: Place) -> str | None:
+        return None if place.same_node else "ranks and engines are on several nodes; choose auto or broadcast"
 
     def check(self) -> None:
         self.ends.ranks.check_shared(self._dtype)
@@ -150,20 +267,42 @@ class StreamedTransport(Transport):
 
 
 class BroadcastTransport(StreamedTransport):
-    """Rank 0 sends to a group of the processes of all engines."""
+    """Rank 0 sends to a group of the processes of all engines.
 
-    def meet(self, engines: Sequence[int]) -> None:
-        ends = self.ends
-        address = ends.cluster.rendezvous_address(ends.ranks.policy)
-        receivers = ends.count_receivers(engines)
+    Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
+    """
+
+    @staticmethod
+    def suits(place: Place) -> bool:
+        return not place.same_node or place.on_gpus and not place.colocated
+
+    @staticmethod
+    def problem(place: Place) -> str | None:
+        if not place.colocated:
+            return None
+        return "NCCL cannot join a rank and an engine on one GPU; use one node, or choose rollout.colocate=false"
+
+    def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
+        address = self.ends.cluster.rendezvous_address(self.ends.ranks.policy)
         self.transfer = Broadcast(address, receivers=receivers, total_bytes=self.synced_bytes, **self._settings)
 
 
 class IpcTransport(StreamedTransport):
     """Each rank sends to the engine on its GPU."""
 
-    def meet(self, engines: Sequence[int]) -> None:
-        self.transfer = Ipc(secrets.token_hex(16), self.ends.colocated_ranks(engines), **self._settings)
+    @staticmethod
+    def suits(place: Place) -> bool:
+        return place.on_gpus and place.colocated
+
+    @staticmethod
+    def problem(place: Place) -> str | None:
+        if place.on_gpus and place.colocated:
+            return None
+        own = "weights go from rank to engine within one GPU, and they share none"
+        return f"{own}; choose auto, or rollout.colocate=true on GPUs"
+
+    def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
+        self.transfer = Ipc(secrets.token_hex(16), colocated, **self._settings)
 
 
 class AdapterTransport(Transport):
@@ -190,23 +329,23 @@ class AdapterTransport(Transport):
         return self.ends.ranks.call_one("policy", "adapter_config", self.ends.model_path)
 
 
-BUILT_IN: dict[str, type[Transport]] = {
+TRANSPORTS: dict[str, type[Transport]] = {
     "ipc": IpcTransport,
     "broadcast": BroadcastTransport,
     "shared_memory": SharedMemoryTransport,
-    "adapter": AdapterTransport,
 }
+"""By the values of `rollout.weight_sync`. `auto` takes the first that suits, of those that the engine takes."""
+ADAPTER = "adapter"
+"""The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
 
 
-def make_transport(spec: TransportSpec, ends: Ends) -> Transport:
+def make_transport(way: str, ends: Ends) -> Transport:
     """Return a new transport."""
-    return (
-        BUILT_IN[spec.path](ends) if spec.path in BUILT_IN else import_function(spec.path, "rollout.weight_sync")(ends)
-    )
+    return AdapterTransport(ends) if way == ADAPTER else TRANSPORTS[way](ends)
 
 
-def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str | TransportSpec:
-    """Return how weights reach the engines, as `find_transport` takes it.
+def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
+    """Return how weights reach the engines: a key of `TRANSPORTS`.
 
     Args:
         same_node: all ranks and engines are on one node.
@@ -215,36 +354,28 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     Raises:
         UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
     """
-    ways, place = find_engine(rollout.engine).transports, Place(same_node, device == "cuda", rollout.colocate)
-    taken = [find_transport(way) for way in ways]
-    way: str | TransportSpec = rollout.weight_sync
+    taken, place = find_engine(rollout.engine).transports, Place(same_node, device == "cuda", rollout.colocate)
+    way = rollout.weight_sync
     if way == "auto":
-        own = [way for way in ways if way not in TRANSPORTS]
-        suited = [way for way in (*own, *TRANSPORTS) if find_transport(way).suits(place)]
-        way = next((way for way in suited if find_transport(way) in taken), suited[-1])
-    if (problem := find_transport(way).problem(place)) is not None:
-        raise UserError(f"rollout.weight_sync={name_of(way)}: {problem}")
-    if find_transport(way) not in taken:
+        suited = [name for name, transport in TRANSPORTS.items() if transport.suits(place)]
+        way = next((name for name in suited if name in taken), suited[-1])
+    if (problem := TRANSPORTS[way].problem(place)) is not None:
+        raise UserError(f"rollout.weight_sync={way}: {problem}")
+    if way not in taken:
         able = " or ".join(engine for engine, spec in ENGINES.items() if way in spec.transports)
-        remedy = f"use one node, or choose rollout={able}" if able else "choose one of these, or auto"
         raise UserError(
-            f"rollout.weight_sync={name_of(way)}: rollout.engine={rollout.engine} takes weights through "
-            f"{' or '.join(map(name_of, ways))} only; {remedy}"
+            f"rollout.weight_sync={way}: rollout.engine={rollout.engine} takes weights through {' or '.join(taken)} "
+            f"only; use one node, or choose rollout={able}"
         )
     return way
 
 
-def name_of(way: str | TransportSpec) -> str:
-    """Return a transport as messages call it."""
-    return way if isinstance(way, str) else way.path
-
-
-def first_failure(error: Exception, way: str | TransportSpec) -> Exception:
+def first_failure(error: Exception, way: str) -> Exception:
     """Return what to raise if the first weights cannot be sent: most likely, the network is not set up."""
     if isinstance(error, (UserError, WorkerError)):
         return error
     failure = WorkerError(
-        f"rollout.weight_sync={name_of(way)}: the first weights did not reach the engines ({describe_error(error)})",
+        f"rollout.weight_sync={way}: the first weights did not reach the engines ({describe_error(error)})",
         "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
         "weights",
     )

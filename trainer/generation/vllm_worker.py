@@ -29,8 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter
 from vllm.utils.nccl import unpinned_nccl_env
 
 from trainer.errors import one_line
-from trainer.generation.weight_check import refused_weights, weights_of
-from trainer.generation.weight_sync import Broadcast, Ipc
+from trainer.generation.weight_sync import Broadcast, Ipc, refused_weights, weights_of
 
 BACKEND = "trainer"
 

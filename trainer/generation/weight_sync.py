@@ -13,26 +13,43 @@ these puts a second full copy of the model on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import glob
+import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import answer_challenge, deliver_challenge
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
+from trainer.errors import one_line
 from trainer.generation.engine import Adapter, SharedMemory
-from trainer.generation.gpu_ipc import accept, collect, connect, export_buffer, import_buffer
+from trainer.models.weight_names import file_tensors, file_units
 from trainer.parallel.mesh import open_store
+from trainer.process import time_limits
 
 Weights = Iterator[tuple[str, Tensor]]
 """Pairs of a Hugging Face name and a full tensor."""
 _BUFFERS = 2  # one travels while the other is filled
 _ALIGNMENT = 16  # bytes; tensors of any type begin at a multiple of it
+_DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -272,3 +289,166 @@ def _step_through(weights: Weights) -> None:
 def _finish_kernels(device: str) -> None:
     if device == "cuda":
         torch.cuda.current_stream().synchronize()
+
+
+class Connection:
+    """A connection whose messages must come in time.
+
+    Args:
+        timeout_s: longest time to wait for a message.
+    """
+
+    def __init__(self, pipe: Pipe, timeout_s: float):
+        self._pipe = pipe
+        self._timeout_s = timeout_s
+
+    def send(self, message: Any) -> None:
+        self._pipe.send(message)
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            TimeoutError: none came in time.
+            EOFError: the other process has ended.
+        """
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"no answer for {self._timeout_s:g} s while weights went between two processes on a GPU")
+        return self._pipe.recv()
+
+
+@contextmanager
+def accept(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
+    """Wait for the other process on this process's GPU, which calls `connect`."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(_address(token, device))
+        server.listen()
+        server.settimeout(timeout_s)
+        try:
+            end, _ = server.accept()
+        except TimeoutError:
+            raise TimeoutError(f"no engine took weights on this GPU for {timeout_s:g} s") from None
+    end.setblocking(True)
+    with Pipe(end.detach()) as pipe:
+        deliver_challenge(pipe, token.encode())
+        answer_challenge(pipe, token.encode())
+        yield Connection(pipe, timeout_s)
+
+
+@contextmanager
+def connect(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
+    """Connect to the other process on this process's GPU, which calls `accept` at about the same time."""
+    end, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + timeout_s
+    with contextlib.closing(end):
+        while True:
+            try:
+                end.connect(_address(token, device))
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no rank offers weights on this GPU for {timeout_s:g} s") from None
+                time.sleep(time_limits.IPC_RETRY_S)
+        with Pipe(os.dup(end.fileno())) as pipe:
+            answer_challenge(pipe, token.encode())
+            deliver_challenge(pipe, token.encode())
+            yield Connection(pipe, timeout_s)
+
+
+def export_buffer(size: int, device: str) -> tuple[Tensor, bytes]:
+    """Return a new buffer `(size,)` of uint8, and the handle with which another process on the GPU can import it."""
+    if device == "cpu":
+        buffer = torch.empty(size, dtype=torch.uint8).share_memory_()
+    else:
+        buffer = _outside_of_expandable_segments(size)
+    return buffer, bytes(ForkingPickler.dumps(reduce_tensor(buffer)))
+
+
+def import_buffer(handle: bytes, device: str) -> Tensor:
+    """Return the buffer that the other process has exported."""
+    rebuild, arguments = pickle.loads(handle)
+    if device == "cuda":  # the same GPU may have another number here
+        arguments = list(arguments)
+        arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
+    return rebuild(*arguments)
+
+
+def collect(device: str) -> None:
+    """Free the memory of buffers that no process uses any more.
+
+    torch keeps a buffer that it has exported until the other process has let it go, and does not look by itself.
+    """
+    if device == "cuda":
+        torch.cuda.ipc_collect()
+
+
+def _address(token: str, device: str) -> str:
+    """Return the address of the connection on this process's GPU, in Linux' abstract namespace: it leaves no file."""
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else device
+    return "\0trainer-" + hashlib.sha256(f"{token} {gpu}".encode()).hexdigest()
+
+
+def _outside_of_expandable_segments(size: int) -> Tensor:
+    """Return a buffer in memory of its own: other processes open expandable segments slowly, if they may at all."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = settings.replace(" ", "")
+    if "expandable_segments:True" not in settings:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+    set_allocator = torch._C._accelerator_setAllocatorSettings  # torch has no public function for it
+    set_allocator(settings.replace("expandable_segments:True", "expandable_segments:False"))
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+    finally:
+        set_allocator(settings)
+
+
+class Expected(NamedTuple):
+    """What a tensor in the files of a model must be."""
+
+    identity: int
+    """Tied tensors have one."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def weights_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Expected]:
+    """Return the tensors in the files of a Hugging Face model that computes in `dtype`, by name."""
+    weights, found = model.state_dict(keep_vars=True), {}
+    for unit in file_units(model, weights):
+        for number, (name, tensor) in enumerate(file_tensors([unit], weights, dtype).items()):
+            identity = hash((number, *(id(weights[one]) for one in unit.names)))
+            found[name] = Expected(identity, tuple(tensor.shape), tensor.dtype)
+    return found
+
+
+def refused_weights(directory: str, expected: Mapping[str, Expected]) -> str | None:
+    """Return why the safetensors files in `directory` are no weights for the model; None: they are.
+
+    Args:
+        expected: `weights_of` the model.
+    """
+    offered: set[str] = set()
+    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
+        try:
+            opened = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            return f"cannot read the weights of this job ({os.path.basename(path)}: {one_line(str(error))})"
+        with opened as file:
+            for name in file.keys():  # noqa: SIM118 - it has no iterator
+                piece = file.get_slice(name)
+                if name in offered:
+                    return f"gets {name} twice from this job"
+                if name not in expected:
+                    return f"serves another model: it has no weight {name}"
+                shape, own = tuple(piece.get_shape()), expected[name].shape
+                if shape != own:
+                    return (
+                        f"serves another model: {name} has the shape {list(own)} there, and {list(shape)} in this job"
+                    )
+                kind = _DTYPES.get(piece.get_dtype())
+                if kind is not None and kind != expected[name].dtype:
+                    names = [str(one).removeprefix("torch.") for one in (expected[name].dtype, kind)]
+                    return f"computes in {names[0]} and gets weights in {names[1]}; set rollout.dtype of both to one"
+                offered.add(name)
+    covered = {expected[name].identity for name in offered}
+    missing = sorted(name for name, one in expected.items() if one.identity not in covered)
+    return f"serves another model: this job has no weight {missing[0]}" if missing else None

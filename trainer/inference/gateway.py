@@ -23,8 +23,7 @@ from aiohttp import web
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
-from trainer.generation.weight_check import find_difference
+from trainer.generation.server_protocol import Job, error_body, find_difference, with_signs_of_life
 from trainer.inference.backend import Backend
 from trainer.inference.lease import InUseError, Lease, RefusedError
 
@@ -45,7 +44,7 @@ class Gateway:
         token: which every request must carry; None: none, and only this machine can ask.
         description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`;
             `repeats`, whether its completions repeat to the last bit.
-        architecture: of the model (see `config_check.describe_architecture`).
+        architecture: of the model (see `server_protocol.describe_architecture`).
     """
 
     def __init__(self, token: str | None, lease_s: float, description: dict[str, Any], architecture: Mapping[str, Any]):

@@ -16,7 +16,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.rollout import TOKEN, read_token
 from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
-from trainer.generation.weight_check import describe_model
+from trainer.generation.server_protocol import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits

@@ -169,8 +169,7 @@ def shared_weights(cfg: Config, policy: ModelShape, cluster: Cluster) -> int:
         policy: the complete model, without tensor parallelism.
     """
     syncs = cfg.task.generates and cfg.task.trains and cfg.num_engines and not cfg.syncs_adapter
-    has_own = any(not isinstance(transport, str) for transport in cfg.engine.transports)  # which `auto` takes
-    if not syncs or has_own or not writes_shared_memory(cfg, cluster.device.kind):
+    if not syncs or not writes_shared_memory(cfg, cluster.device.kind):
         return 0
     is_half = cfg.rollout.dtype == "bfloat16" or cfg.rollout.dtype == "auto" and not cluster.device.is_cpu
     return (2 if is_half else 4) * policy.total

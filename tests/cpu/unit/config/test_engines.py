@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.config import config_of
 from trainer.config import ENGINES, EngineSpec
-from trainer.config.engines import TRANSPORTS, engines_with, find_engine
+from trainer.config.engines import engines_with, find_engine
 from trainer.errors import UserError
 from trainer.generation.engine import BUILT_IN
 from trainer.import_utils import import_function
@@ -16,11 +16,6 @@ from trainer.import_utils import import_function
 def test_a_built_in_engine_has_a_class_that_generates(name):
     engine = import_function(BUILT_IN[ENGINES[name].path], "rollout.engine")
     assert isinstance(engine, type) and callable(engine.generate) and callable(engine.sync_weights)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_transports_are_choices_of_weight_sync(name):
-    assert set(ENGINES[name].transports) <= set(TRANSPORTS)
 
 
 def test_engines_with_a_feature_are_listed():

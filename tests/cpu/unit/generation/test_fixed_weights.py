@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import UserError
-from trainer.generation.fixed_weights import FixedWeights
+from trainer.generation.transport import FixedWeights
 
 
 def test_servers_get_a_copy_in_the_dtype_of_the_engines(tmp_path):

@@ -13,8 +13,8 @@ from multiprocessing.connection import answer_challenge
 import pytest
 import torch
 
-from trainer.generation import gpu_ipc
-from trainer.generation.gpu_ipc import Connection, accept, connect, export_buffer, import_buffer
+from trainer.generation import weight_sync
+from trainer.generation.weight_sync import Connection, accept, connect, export_buffer, import_buffer
 
 WAIT_S = 60.0
 
@@ -43,7 +43,7 @@ def test_two_sides_with_one_token_meet_and_talk(thread):
 def test_a_stranger_who_finds_the_address_is_refused(thread):
     accepting = thread.submit(answer_once, "a token")
     with socket.socket(socket.AF_UNIX) as stranger:
-        while stranger.connect_ex(gpu_ipc._address("a token", "cpu")):
+        while stranger.connect_ex(weight_sync._address("a token", "cpu")):
             pass
         with Channel(os.dup(stranger.fileno())) as channel, pytest.raises(AuthenticationError):
             answer_challenge(channel, b"another token")
@@ -52,9 +52,9 @@ def test_a_stranger_who_finds_the_address_is_refused(thread):
 
 
 def test_the_address_tells_nothing_of_the_token_and_leaves_no_file():
-    address = gpu_ipc._address("a token", "cpu")
+    address = weight_sync._address("a token", "cpu")
     assert address.startswith("\0trainer-") and "token" not in address
-    assert len({gpu_ipc._address(token, "cpu") for token in ("a token", "b")} - {address}) == 1
+    assert len({weight_sync._address(token, "cpu") for token in ("a token", "b")} - {address}) == 1
 
 
 def test_a_side_that_stays_away_is_missed():

@@ -9,9 +9,10 @@ import pytest
 from tests.support import plain_engine
 from tests.support.plain_pool import answers
 from trainer.config import RolloutConfig
-from trainer.config.engines import ENGINES, TRANSPORTS, EngineSpec, TransportSpec, find_transport
+from trainer.config.engines import ENGINES, EngineSpec
+from trainer.config.schema import walk_keys, with_sections
 from trainer.errors import UserError
-from trainer.generation.transport import SharedMemoryTransport, choose_transport, name_of
+from trainer.generation.transport import TRANSPORTS, SharedMemoryTransport, choose_transport
 
 
 @pytest.fixture
@@ -71,57 +72,24 @@ def test_transports_that_cannot_work_are_refused(setting, engine, same_node, col
 
 
 class CountingTransport(SharedMemoryTransport):
-    """A way of the user: shared memory, and where the engines are."""
+    """Shared memory, and how many processes of engines there are."""
 
-    def meet(self, engines):
-        self.met = list(engines)
+    def meet(self, receivers, colocated):
+        self.met = receivers
 
 
-def assert_two_engines_follow(start) -> None:
-    """Check that new weights reach both engines through `CountingTransport`."""
+def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
+    monkeypatch.setattr("trainer.generation.transport.TRANSPORTS", {"counting": CountingTransport})
+    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("counting",)))
     pool, ranks = start(num_engines=2)
     pool.start(version=1, is_initial=True)
-    assert pool._transport.met == [0, 1]
+    assert pool._transport.met == 2
     ranks.call("policy", "train")
     pool.sync_weights(2)
     assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
 
 
-def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
-    spec = TransportSpec(f"{__name__}:CountingTransport", suits=lambda place: place.same_node, problem=lambda _: None)
-    monkeypatch.setitem(TRANSPORTS, "counting", spec)
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("counting",)))
-    assert_two_engines_follow(start)
-
-
-@pytest.mark.parametrize("way", [f"{__name__}:OWN", f"{__name__}:CountingTransport"])
-@pytest.mark.parametrize("setting", ["auto", "named"])
-def test_an_engine_of_the_user_names_a_way_of_its_own(monkeypatch, way, setting):
-    by_path = dataclasses.replace(plain_engine.SPEC, transports=("shared_memory", way))
-    by_value = dataclasses.replace(plain_engine.SPEC, transports=(find_transport(way), "shared_memory"))
-    for spec in (by_path, by_value):
-        monkeypatch.setitem(ENGINES, "server", spec)
-        chosen = RolloutConfig(engine="server", weight_sync=way if setting == "named" else "auto")
-        found = choose_transport(chosen, same_node=True)
-        assert find_transport(found) == find_transport(way) and name_of(found) in (way, find_transport(way).path)
-
-
-OWN = TransportSpec(f"{__name__}:CountingTransport", problem=lambda place: None if place.same_node else "use one node")
-
-
-def test_a_way_of_the_user_that_cannot_work_is_refused(monkeypatch):
-    monkeypatch.setitem(ENGINES, "server", dataclasses.replace(plain_engine.SPEC, transports=(OWN,)))
-    rollout = RolloutConfig(engine="server")
-    with pytest.raises(UserError, match=f"rollout.weight_sync={OWN.path}: use one node"):
-        choose_transport(rollout, same_node=False)
-    way = f"{__name__}:OWN"
-    sentence = (
-        f"{way}: rollout.engine=transformers takes weights through shared_memory or .*; choose one of these, or auto"
-    )
-    with pytest.raises(UserError, match=sentence):
-        choose_transport(RolloutConfig(engine="transformers", weight_sync=way), same_node=True)
-
-
-def test_weights_travel_a_way_of_the_user(start, monkeypatch):
-    monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=(OWN,)))
-    assert_two_engines_follow(start)
+def test_the_choices_of_the_key_are_those_of_the_table():
+    (choices,) = [rule.choices for key, _, rule in walk_keys(with_sections()) if key == "rollout.weight_sync"]
+    assert set(choices) == {"auto", *TRANSPORTS}
+    assert all(set(spec.transports) <= set(TRANSPORTS) for spec in ENGINES.values())

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trainer.generation.weight_check import refused_weights, weights_of
+from trainer.generation.weight_sync import refused_weights, weights_of
 
 
 def model(tied: bool = True, width: int = 16) -> Qwen3ForCausalLM:

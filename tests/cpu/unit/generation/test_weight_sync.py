@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.weights import BUCKET, assert_equal, make_weights
-from trainer.generation.gpu_ipc import connect
-from trainer.generation.weight_sync import Broadcast, Ipc, WeightTransferGroup
+from trainer.generation.weight_sync import Broadcast, Ipc, WeightTransferGroup, connect
 
 WAIT_S = 60.0
 
