@@ -23,7 +23,7 @@ from trainer.metrics.names import METRICS
 from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
 from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
 from trainer.reports.drawing import curve, label_steps, picture, series, share_axis
-from trainer.run.run_metadata import RecordedTask, last_start, task_of
+from trainer.run.run_metadata import STARTS_FILE, RecordedTask, last_start, task_of
 
 _PER_RUN = (
     "trainer.run_name",
@@ -89,6 +89,8 @@ def differing_keys(runs: list[Run]) -> list[str]:
 def _no_run(path: str) -> str:
     if not os.path.exists(path):
         return f"{path}: no such directory"
+    if os.path.exists(os.path.join(path, STARTS_FILE)):
+        return f"{path}: its run has logged no step yet; try again when it has"
     return f"{path}: is no run directory; it has no {METRICS_FILE}"
 
 

@@ -176,6 +176,9 @@ def test_a_metric_that_no_run_has_logged_is_refused(runs, capsys):
 def test_a_directory_that_is_no_run_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}: is no run directory; it has no metrics.jsonl\n"
+    (tmp_path / "starts.jsonl").touch()
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: its run has logged no step yet; try again when it has\n"
 
 
 def test_a_sweep_and_all_that_its_directory_holds_can_be_compared(runs, tmp_path, capsys):
