@@ -42,7 +42,7 @@ _NAMED = (
 )
 """Keys whose value is part of the model's name. Of the others in `_SECTIONS`, a value is only if it is not the default,
 so a new key leaves the names of models as they are."""
-_WITHOUT_EFFECT = ("data.val_files", "data.curriculum", "data.mix", "data.val_sets")
+_WITHOUT_EFFECT = ("data.val_files", "data.val_size", "data.curriculum", "data.mix", "data.val_sets")
 """Keys in `_SECTIONS` that have no part in the model."""
 
 
@@ -122,12 +122,11 @@ def check_cache(cfg: Config) -> None:
 def _directory(cfg: Config) -> str:
     """Return the run directory of the warm start. Its name is a hash of what makes the model."""
     usual = {key: value for key, value, _ in walk_keys(Config())}
-    ignored = _WITHOUT_EFFECT if cfg.data.synthetic else (*_WITHOUT_EFFECT, "data.val_size")  # held out of files
     recipe = {
         key: value
         for key, value, _ in walk_keys(cfg)
         if (key.startswith(_SECTIONS) or key in _NAMED)
-        and key not in ignored
+        and key not in _WITHOUT_EFFECT
         and not key.startswith("data.val_sets.")
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
         and (key in _NAMED or value != usual.get(key))

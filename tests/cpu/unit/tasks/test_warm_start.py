@@ -39,10 +39,11 @@ def test_the_rows_of_a_mix_make_the_built_in_model_and_what_answers_them_does_no
     assert name_of(size=5) == name_of(size=5, **others)
 
 
-def test_validation_sets_have_no_part_in_the_built_in_model():
+def test_validation_has_no_part_in_the_built_in_model():
     data = DataConfig(synthetic="arithmetic", train_size=5, val_size=5)
-    with_sets = dataclasses.replace(data, val_sets={"words": ValSetConfig(synthetic="reverse_text", size=3)})
-    assert _directory(Config(data=data)) == _directory(Config(data=with_sets))
+    sets = {"words": ValSetConfig(synthetic="reverse_text", size=3)}
+    others = [dataclasses.replace(data, val_sets=sets), dataclasses.replace(data, val_size=6)]
+    assert {_directory(Config(data=other)) for other in others} == {_directory(Config(data=data))}
 
 
 @pytest.mark.parametrize(
