@@ -136,8 +136,12 @@ def _is_whole(row: dict[str, Any], term: str) -> bool:
 def _reward(axes: Axes, rows: Rows) -> None:
     curve(axes, rows, "reward/mean", "training, mean", BLUE)
     spread = [row for row in rows if None not in (row.get("reward/mean"), row.get("reward/std"))]
-    low = [row["reward/mean"] - row["reward/std"] for row in spread]
-    high = [row["reward/mean"] + row["reward/std"] for row in spread]
+    pairs = [(row["reward/mean"], row["reward/std"]) for row in spread]
+    # Values from 0 to 1 have at most this variance (Bhatia and Davis, 2000): more means that the rewards pass a bound.
+    are_shares = all(std**2 <= mean * (1 - mean) + 1e-6 for mean, std in pairs)
+    least, most = (0.0, 1.0) if are_shares else (-math.inf, math.inf)
+    low = [max(least, mean - std) for mean, std in pairs]
+    high = [min(most, mean + std) for mean, std in pairs]
     steps = [row["step"] for row in spread]
     axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="± standard deviation")
     curve(axes, rows, "val/reward/mean", "validation, greedy", ORANGE)

@@ -17,7 +17,7 @@ from trainer.config import Config, Metric, TrainerConfig
 from trainer.errors import UserError
 from trainer.process.failure_log import INCIDENTS, Incident
 from trainer.process.failures import INFRASTRUCTURE, JOB
-from trainer.reports.report import _notes, _panels, main, write_report
+from trainer.reports.report import _notes, _panels, _reward, main, write_report
 from trainer.run.run_metadata import record_start
 
 ROOT = Path(__file__).parents[4]
@@ -63,6 +63,18 @@ def test_the_report_takes_what_there_is(tmp_path):
     holes = [{"reward/mean": float("nan"), "reward/std": 0.1, "time/step": 1.0}, {"reward/mean": 1.0}]
     report_of(tmp_path / "holes", holes)
     report_of(tmp_path / "long", [{"reward/mean": s % 7 if s % 5 else float("nan")} for s in range(1, 400)])
+
+
+def test_the_band_of_rewards_stays_within_their_bounds():
+    def bounds(*pairs: tuple[float, float]) -> tuple[float, float]:
+        axes = Figure().add_subplot()
+        _reward(axes, [{"step": i, "reward/mean": mean, "reward/std": std} for i, (mean, std) in enumerate(pairs)])
+        ends = axes.collections[0].get_datalim(axes.transData)
+        return round(ends.y0, 6), round(ends.y1, 6)
+
+    assert bounds((0.5, 0.5), (0.9, 0.3), (0.1, 0.3)) == (0, 1), "shares of successes"
+    assert bounds((0.5, 0.5), (0.9, 0.4)) == (0, 1.3), "some rewards are above 1"
+    assert bounds((0.5, 0.1), (1.5, 0.1)) == (0.4, 1.6)
 
 
 def test_metrics_of_a_task_that_share_a_panel_are_told_apart():
