@@ -133,7 +133,7 @@ SLIPS = {
         "unit/test_seeding.py",
     ),
     "mix_share": Slip(
-        "data/mix_ledger.py",
+        "data/ledger.py",
         "weights[name] * drawn - counts[name] * total",
         "weights[name] * drawn",
         "unit/data/test_mix_ledger.py",
@@ -208,7 +208,7 @@ SLIPS = {
     ),
     # Text and rewards
     "special_tokens": Slip(
-        "data/replies.py",
+        "data/tokens.py",
         "if token not in unseen], skip_special_tokens=False)",
         "if token not in unseen], skip_special_tokens=True)",
         "unit/data/test_replies.py",

@@ -136,7 +136,7 @@ MOST_LINES = {
     "models": (4950, 3400),
     "checkpoint": (4050, 3200),
     "cluster": (2450, 2200),
-    "data": (2600, 1900),
+    "data": (2550, 1900),
     "metrics reports": (3450, 3200),
     "config": (4150, 3200),
     "plan": (2350, 1650),

@@ -16,8 +16,7 @@ import xxhash
 
 from trainer.agents.chat_request import ChatRequest
 from trainer.agents.messages import ApiError, ChatMessage, read_reply
-from trainer.data.limits import TextTooLong
-from trainer.data.replies import reply_text
+from trainer.data.tokens import TextTooLong, reply_text
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.template_tools import TemplateTools
@@ -84,7 +83,7 @@ class CallTree:
 
     Args:
         longest: most tokens of a prompt.
-        limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
+        limit: texts with more characters are too long, and not encoded (see `trainer.data.tokens`).
         reader: reads the calls of tools that the chat template describes; None: they are text.
     """
 

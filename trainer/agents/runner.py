@@ -17,7 +17,7 @@ from trainer.agents.server import AgentServer, shared_server
 from trainer.agents.sessions import AgentPool, AgentSession
 from trainer.config import Config
 from trainer.data.chats import check_generation_prompt
-from trainer.data.limits import max_characters
+from trainer.data.tokens import max_characters
 from trainer.environments.base import AgentResult
 from trainer.environments.episode_runner import Asks, EpisodeRunner, RolloutRequest, empty_sample
 from trainer.environments.template_tools import find_reader

@@ -210,8 +210,6 @@ class PromptCheck:
         self._system_key, self._system_prompt = system_prompt
         others = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
         self._unknown = None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
-        self._first: tuple[Sequence[Message], str] | None = None
-        self._has_others = self._differs = False
         self._rows = 0
         self._unseen: dict[str, list[Any]] = {}  # by what: the first row, and the number of rows
 
@@ -226,11 +224,6 @@ class PromptCheck:
             UserError: it writes nothing of what the user says, or of `data.system_prompt`.
         """
         self._rows += 1
-        if self._first is None:
-            self._first = list(messages), text
-        elif not self._differs:
-            self._has_others = self._has_others or list(messages) != self._first[0]
-            self._differs = text != self._first[1]
         if self._unknown in token_ids and self._tokenizer.unk_token not in text:
             self._note("a character that the tokenizer does not know", where)
         unseen = [m for m in messages if not says(text, m["content"].rpartition("</think>")[2])]
@@ -251,16 +244,7 @@ class PromptCheck:
             self._note(f"a message of the role {role}", where)
 
     def close(self) -> None:
-        """Log what the policy does not see.
-
-        Raises:
-            UserError: all prompts have the same text, and their messages differ.
-        """
-        if self._has_others and not self._differs:
-            raise UserError(
-                f"model.chat_template: {self._template} writes the same for all {self._rows} prompts, so the policy "
-                "would not see what they ask; choose another template"
-            )
+        """Log what the policy does not see."""
         for what, (first, count) in self._unseen.items():
             LOG.warning(
                 "model.chat_template: the policy does not see all of %d of %d prompts: %s is left out; the first is %s",
@@ -271,8 +255,6 @@ class PromptCheck:
             )
 
     def _note(self, what: str, where: Callable[[], str]) -> None:
-        found = self._unseen.get(what)
-        if found is None:
-            self._unseen[what] = [where(), 1]
-        else:
-            found[1] += 1
+        if what not in self._unseen:
+            self._unseen[what] = [where(), 0]
+        self._unseen[what][1] += 1

@@ -16,9 +16,9 @@ import jinja2
 from trainer.config import DataConfig
 from trainer.data.chats import PromptCheck, read_chat, read_tools, read_variables, with_other_arguments, writes_strings
 from trainer.data.generators import generate
-from trainer.data.limits import TextTooLong, encode, max_characters
 from trainer.data.reasoning_tasks import check_task
 from trainer.data.row_files import lines, parsed
+from trainer.data.tokens import TextTooLong, encode, max_characters
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
 from trainer.process import time_limits

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trainer.data.records import decode_groups, encode, unescaped
-from trainer.data.replies import reply_text
 from trainer.data.row_files import read_rows
+from trainer.data.tokens import reply_text
 from trainer.episodes import Episode, Sample, TokenScores, split_messages
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file

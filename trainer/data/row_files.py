@@ -1,4 +1,4 @@
-"""Rows of files and of the Hub: JSON lines, Parquet and Arrow."""
+"""Rows of files and of the Hub: JSON lines, Parquet and Arrow; and a digest of all that rows hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
+
+import xxhash
 
 from trainer.errors import UserError
 from trainer.files.atomic_io import file_problem
@@ -18,6 +20,7 @@ from trainer.files.hf_hub import first_line, is_connection_error, pin_data, pinn
 _LINE_BYTES = 64 << 20
 _COMMIT = re.compile("[0-9a-f]{40}")
 _ARROW_FILE = b"ARROW1"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SLICE = 64
 """Rows of a table that are Python objects at the same time: a token of them takes ten times the memory."""
 
@@ -209,3 +212,41 @@ def _commit_of(dataset: Any) -> str | None:
     """Return the commit of a Hub data set: the name of the directory with its copy in the cache."""
     folders = {os.path.basename(os.path.dirname(file["filename"])) for file in dataset.cache_files}
     return folders.pop() if len(folders) == 1 and all(map(_COMMIT.fullmatch, folders)) else None
+
+
+def digest_rows(rows: Iterable[Mapping[str, Any]], *more: Any) -> str:
+    """Return a digest of rows in their order. It is the same in every process.
+
+    Rows are encoded as JSON with sorted keys, so the order of columns in a file does not matter. A missing column
+    differs from a column with null.
+
+    Args:
+        more: further values to include.
+    """
+    digest = xxhash.xxh3_128()
+    encode = json.JSONEncoder(sort_keys=True, default=_as_text).encode
+    for value in (list(more), *rows) if more else rows:
+        try:
+            text = encode(value)
+        except TypeError:  # keys of several types have no order
+            text = encode(_with_text_keys(value))
+        digest.update(f"{len(text)} ".encode())
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {f"{type(key).__name__} {key}": _with_text_keys(inner) for key, inner in value.items()}
+    return [_with_text_keys(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_text(value: Any) -> str:
+    """Return a value that JSON does not support (times, decimals, arrays, images, of Parquet and the Hub) as text."""
+    name = type(value).__name__
+    if isinstance(value, (bytes, bytearray)):
+        return f"{name} {xxhash.xxh3_128_hexdigest(value)}"
+    if hasattr(value, "tobytes"):  # arrays and images, whose text contains an address or only a part of the content
+        shape = getattr(value, "shape", getattr(value, "size", ""))
+        return f"{name} {shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
+    return f"{name} {_ADDRESS.sub('', str(value))}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trainer.data.chats import Message, template_in_use, unsaid_field
-from trainer.data.limits import beginning, encode
+from trainer.data.tokens import beginning, encode
 from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 

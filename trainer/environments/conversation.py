@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.data.datasets import render, render_text
-from trainer.data.limits import TextTooLong, encode
-from trainer.data.replies import reply_text
+from trainer.data.tokens import TextTooLong, encode, reply_text
 from trainer.environments.base import Message
 from trainer.environments.template_tools import PROBE_TOOL, TemplateTools, outline, with_answered_calls
 from trainer.environments.tools import split_tools
@@ -34,7 +33,7 @@ class Conversation:
     rendered as a whole, and a new `Sample` begins.
 
     Args:
-        limit: texts with more characters are too long, and not encoded (see `trainer.data.limits`).
+        limit: texts with more characters are too long, and not encoded (see `trainer.data.tokens`).
         reader: reads the calls of tools that the chat template describes; None: they are text.
 
     Raises:

@@ -14,8 +14,7 @@ import numpy as np
 from trainer.config import Config
 from trainer.data.chats import check_generation_prompt
 from trainer.data.datasets import Prompt
-from trainer.data.limits import TextTooLong, max_characters
-from trainer.data.replies import reply_text
+from trainer.data.tokens import TextTooLong, max_characters, reply_text
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.sessions import EnvironmentPool, Session

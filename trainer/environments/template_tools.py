@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.config import ModelConfig
 from trainer.data.datasets import render_text
-from trainer.data.replies import reply_text
+from trainer.data.tokens import reply_text
 from trainer.environments.base import Message
 from trainer.environments.tools import read_calls, split_calls, unread_reply
 from trainer.episodes import REPLY_MARK

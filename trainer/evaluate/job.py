@@ -19,7 +19,7 @@ from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.config.schema import is_open
 from trainer.data.datasets import Prompt, read_examples
-from trainer.data.row_digest import digest_rows
+from trainer.data.row_files import digest_rows
 from trainer.episodes import Episode
 from trainer.errors import UserError, as_list
 from trainer.evaluate.results import (

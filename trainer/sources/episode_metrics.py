@@ -8,8 +8,7 @@ import numpy as np
 
 from trainer.config import Config
 from trainer.data.datasets import name_in_mix
-from trainer.data.ledger import Ledger, SampleIndex
-from trainer.data.mix_ledger import MixLedger
+from trainer.data.ledger import Ledger, MixLedger, SampleIndex
 from trainer.episodes import Episode
 from trainer.sources.routes import train_sources
 

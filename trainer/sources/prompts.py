@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import xxhash
-
 from trainer.config import Config
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
-from trainer.data.ledger import Ledger, find_curriculum
-from trainer.data.mix_ledger import MixLedger
-from trainer.data.replies import changed_answer
-from trainer.data.row_digest import digest_rows
+from trainer.data.ledger import Ledger, MixLedger, find_curriculum
+from trainer.data.row_files import digest_rows
+from trainer.data.tokens import changed_answer
 from trainer.errors import one_line
 from trainer.sources.routes import VAL_SETS, train_sources
 
@@ -83,19 +79,10 @@ def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger | MixLedger:
 
 def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") -> Ledger:
     def fingerprint() -> str:
-        digest = xxhash.xxh3_128()
-        for prompt in prompts:
-            row = prompt.row if cfg.environment.name else None  # then there is nothing else
-            content = (prompt.index, prompt.token_ids, prompt.answer)
-            digest.update(
-                repr(content).encode() if row is None else json.dumps([prompt.index, row], default=str).encode()
-            )
-        return digest.hexdigest()
-
-    def row_fingerprint() -> str:
-        """Return a digest of all that rewards, environments and curricula can read."""
+        """Return a digest of what the policy sees, and of all that rewards, environments and curricula can read."""
         system_prompt = None if cfg.environment.name else cfg.data.system_prompt  # a template may leave it out
-        return digest_rows((prompt.row for prompt in prompts), system_prompt)
+        rows = ({"seen": (one.index, one.token_ids, one.answer), "row": one.row} for one in prompts)
+        return digest_rows(rows, system_prompt)
 
     path = cfg.data.curriculum
     curriculum = find_curriculum(path, cfg.data.name_of("curriculum")) if path else None
@@ -106,6 +93,5 @@ def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") ->
         fingerprint,
         curriculum=curriculum,
         curriculum_name=path or "",
-        row_fingerprint=row_fingerprint,
         source=name,
     )

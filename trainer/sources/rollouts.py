@@ -15,7 +15,7 @@ from typing import Any, Self
 from trainer.config import Config
 from trainer.data.datasets import name_in_mix, of_source
 from trainer.data.records import key_of_episode
-from trainer.data.row_digest import digest_rows
+from trainer.data.row_files import digest_rows
 from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
 from trainer.episodes import Episode
 from trainer.errors import UserError

@@ -11,8 +11,7 @@ import xxhash
 
 from trainer.checkpoint.components import Component
 from trainer.config import SFTConfig
-from trainer.data.ledger import Ledger, SampleIndex
-from trainer.data.mix_ledger import MixLedger
+from trainer.data.ledger import Ledger, MixLedger, SampleIndex
 from trainer.episodes import Episode, Sample
 from trainer.seeding import permutation
 from trainer.sources.episode_metrics import mix_progress

@@ -86,7 +86,6 @@ def test_what_a_resume_may_change_acts_in_a_whole_job(tmp_path):
         "seed",
         "rows",
         "fingerprint",
-        "row_fingerprint",
         "epoch",
         "position",
         "trained_ahead",

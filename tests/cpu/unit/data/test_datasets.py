@@ -269,8 +269,6 @@ def test_prompts_that_a_template_loses_are_refused_or_named(tmp_path, model, cap
 
     with pytest.raises(UserError, match="model.chat_template: .*writes nothing of what the user says in .*a.jsonl:1"):
         load("Hello{% if add_generation_prompt %}<|assistant|>{% endif %}")
-    with pytest.raises(UserError, match="model.chat_template: .* writes the same for all 2 prompts"):
-        load("first second{% if add_generation_prompt %}<|assistant|>{% endif %}")
     with pytest.raises(UserError, match="model.chat_template: .* writes no generation prompt, and '<.ass"):
         load("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
     ignores = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"

@@ -222,19 +222,6 @@ def test_a_long_fingerprint_is_saved_and_shown_as_a_digest():
     assert len(str(refused.value)) < 500
 
 
-def test_other_columns_are_refused():
-    def prompts(rows: str | None, content: str = "tokens") -> Ledger:
-        return Ledger(range(5), 1, "prompts", lambda: content, row_fingerprint=None if rows is None else lambda: rows)
-
-    state = prompts("bonus 1").state_dict()
-    prompts("bonus 1").load_state_dict(state)
-    with pytest.raises(UserError, match="data: the content of columns besides .*; restore the data"):
-        prompts("bonus 2").load_state_dict(state)
-    prompts(None).load_state_dict(state)
-    with pytest.raises(UserError, match="data: the prompts' content"):
-        prompts("bonus 1", content="other tokens").load_state_dict(state)
-
-
 def test_another_format_is_refused():
     source = ledger(5, 1)
     with pytest.raises(UserError, match="data: .* has format 5, this version reads 1"):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig
-from trainer.data import limits, sft_dataset
+from trainer.data import sft_dataset, tokens
 from trainer.data.datasets import load_prompts
 from trainer.data.turns import Stops
 from trainer.errors import UserError
@@ -38,7 +38,7 @@ class NeverLong:
 
 
 def test_no_text_with_so_few_tokens_has_more_characters(tokenizer):
-    longest = limits._longest_token(tokenizer)
+    longest = tokens._longest_token(tokenizer)
     assert longest == len("<|assistant|>")
 
     @given(
@@ -48,8 +48,8 @@ def test_no_text_with_so_few_tokens_has_more_characters(tokenizer):
         assert len(text) <= longest * len(tokenizer.encode(text, add_special_tokens=False))
 
     check()
-    assert limits.max_characters(tokenizer, 10_000) == 130_000
-    assert limits.max_characters(tokenizer, 1) == 65_536, "a tokenizer may leave characters out of a short text"
+    assert tokens.max_characters(tokenizer, 10_000) == 130_000
+    assert tokens.max_characters(tokenizer, 1) == 65_536, "a tokenizer may leave characters out of a short text"
 
 
 def test_a_prompt_that_is_far_too_long_is_dropped_without_tokenising_it(tokenizer, tmp_path):
@@ -88,7 +88,7 @@ class Begins:
 @pytest.mark.parametrize("text", ["<|pad|>ab", "ab", "<|pad|><|pad|>ab"])
 def test_the_start_of_a_text_stands_once(tokenizer, text):
     """If template and tokenizer both write it. A text that says it twice keeps both."""
-    tokens = limits.encode(Begins(tokenizer), text, 99)
+    encoded = tokens.encode(Begins(tokenizer), text, 99)
     expected = text if text.startswith("<|pad|>") else f"<|pad|>{text}"
     more = "<|pad|>" if text.count("<|pad|>") == 2 else ""
-    assert tokenizer.decode(tokens) == more + expected
+    assert tokenizer.decode(encoded) == more + expected

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.ledger import Ledger, SampleIndex
-from trainer.data.mix_ledger import MixLedger
+from trainer.data.ledger import Ledger, MixLedger, SampleIndex
 from trainer.errors import UserError
 
 SIZES = {"code": 4, "math": 7, "words": 3}

@@ -20,7 +20,7 @@ from trainer.data import reasoning_tasks
 from trainer.data.datasets import check_files, load_rows
 from trainer.data.generators import _select, generate
 from trainer.data.reasoning_tasks import _EVALUATES, NAME, check_task, known_tasks, make_example, score
-from trainer.data.row_digest import digest_rows
+from trainer.data.row_files import digest_rows
 from trainer.errors import UserError
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}

@@ -17,8 +17,8 @@ from tests.support.generation import SAMPLED
 from trainer.agents.call_tree import CallTree
 from trainer.config import Config, DataConfig
 from trainer.data.datasets import Prompt
-from trainer.data.replies import changed_answer, reply_text
 from trainer.data.rollout_io import read_rollouts, write_rollouts
+from trainer.data.tokens import changed_answer, reply_text
 from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import RolloutRequest, SingleTurnRunner
 from trainer.generation.engine import Completion

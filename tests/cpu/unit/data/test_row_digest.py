@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from trainer.config import Config
 from trainer.data.datasets import Prompt, load_rows
-from trainer.data.row_digest import digest_rows
+from trainer.data.row_files import digest_rows
 from trainer.errors import UserError
 from trainer.sources.prompts import prompt_ledger
 
@@ -87,7 +87,7 @@ def test_values_without_json_form_are_digested_by_content():
     others: list[dict[str, Any]] = [{"pixel": 1}, {"time": datetime.datetime(2026, 1, 2)}]
     for other in [*others, {"price": decimal.Decimal(2)}, {"bytes": b"1"}]:
         assert digest_rows([row()]) != digest_rows([row(**other)]), other
-    code = f"from trainer.data.row_digest import digest_rows; print(digest_rows([{ROW!r}, {{'a': object()}}]))"
+    code = f"from trainer.data.row_files import digest_rows; print(digest_rows([{ROW!r}, {{'a': object()}}]))"
     root = Path(__file__).parents[4]
     found = {
         subprocess.check_output([sys.executable, "-c", code], cwd=root, env={"PYTHONHASHSEED": seed}) for seed in "12"
@@ -96,11 +96,12 @@ def test_values_without_json_form_are_digested_by_content():
 
 
 def test_a_resume_refuses_other_columns_that_a_reward_reads():
-    def prompts(bonus: int) -> list[Prompt]:
-        return [Prompt(i, (i, 1), "text", "answer", {**ROW, "bonus": bonus}) for i in range(4)]
+    def prompts(bonus: int, token: int = 1) -> list[Prompt]:
+        return [Prompt(i, (i, token), "text", "answer", {**ROW, "bonus": bonus}) for i in range(4)]
 
     cfg = Config()
     state = json.loads(json.dumps(prompt_ledger(cfg, prompts(1)).state_dict()))
     prompt_ledger(cfg, prompts(1)).load_state_dict(state)
-    with pytest.raises(UserError, match="data: the content of columns besides prompt and answer is not"):
-        prompt_ledger(cfg, prompts(2)).load_state_dict(state)
+    for others in (prompts(2), prompts(1, token=2)):
+        with pytest.raises(UserError, match="data: the prompts' content is not that of .*; restore the data"):
+            prompt_ledger(cfg, others).load_state_dict(state)

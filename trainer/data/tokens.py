@@ -1,13 +1,16 @@
-"""Limits on the length of a text before it is encoded: tokenising 30 MB takes gigabytes and minutes."""
+"""Texts as tokens, within limits (tokenising 30 MB takes gigabytes and minutes), and replies of the policy as text."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 _SHORT = 1 << 16
 """Texts of up to this many characters are always encoded. A tokenizer that drops characters, such as repeated blanks,
 can make few tokens from a text that is longer than `max_characters`."""
+_MOST_ANSWERS = 1000
+"""Reference answers that `changed_answer` tries, spread over the data: so many take well below a second."""
 
 
 class TextTooLong(Exception):
@@ -48,3 +51,36 @@ def beginning(tokenizer: Any, text: str, max_tokens: int) -> str:
 def _longest_token(tokenizer: Any) -> int:
     """Return the length of the longest token in the vocabulary, in characters or in bytes (at least as many)."""
     return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def reply_text(tokenizer: Any, token_ids: Sequence[int], has_ended: bool) -> str:
+    """Return the text of a reply, with its special tokens, such as `<answer>` or the marks of a thought.
+
+    The token that has ended a reply is left out, and so are the tokenizer's tokens for end and padding.
+
+    Args:
+        has_ended: the policy has ended it: then the last token is the end.
+    """
+    ids = [int(token) for token in token_ids]
+    if has_ended and ids and ids[-1] in _added_tokens(tokenizer):  # a piece of a word ends a reply only at a stop text
+        ids.pop()
+    unseen = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return tokenizer.decode([token for token in ids if token not in unseen], skip_special_tokens=False)
+
+
+def changed_answer(tokenizer: Any, answers: Sequence[str]) -> tuple[int, str] | None:
+    """Return the index of a reference answer that the tokenizer changes, and what becomes of it; None: there is none.
+
+    The policy cannot write such an answer. Blanks around it do not count. Of many answers, some are tried.
+    """
+    for index in range(0, len(answers), max(1, -(-len(answers) // _MOST_ANSWERS))):
+        text = tokenizer.decode(tokenizer.encode(answers[index], add_special_tokens=False), skip_special_tokens=False)
+        if text.strip() != answers[index].strip():
+            return index, text
+    return None
+
+
+@functools.lru_cache(maxsize=4)
+def _added_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that are no pieces of text. Some tokenizers have thousands, and make the table anew."""
+    return frozenset(tokenizer.added_tokens_decoder)
