@@ -41,15 +41,13 @@ def computed() -> dict[Any, Any]:
     return {}
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+@pytest.fixture
 def model_path(request, computed, tmp_path_factory) -> str:
-    if request.param not in computed:
-        path = computed[request.param] = str(tmp_path_factory.mktemp("model"))
-        build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=request.param, seed=3), path)
-    return computed[request.param]
-
-
-tied_alone = pytest.mark.parametrize("model_path", [True], indirect=True, ids=["tied"])
+    tied = getattr(request, "param", True)
+    if tied not in computed:
+        path = computed[tied] = str(tmp_path_factory.mktemp("model"))
+        build_tiny(TinyShape(hidden_size=64, intermediate_size=128, tie_word_embeddings=tied, seed=3), path)
+    return computed[tied]
 
 
 def lora_config(**trainer) -> Config:
@@ -95,18 +93,10 @@ def logprobs_of(model) -> np.ndarray:
         return torch.nn.functional.pad(logprobs, (1, 0)).numpy()
 
 
-BOTH_AXES = {"tensor_parallel_size": 2, "context_parallel_size": 2}
-
-
-@pytest.mark.parametrize(
-    "model_path, ranks, axes",
-    [(True, 4, BOTH_AXES), (False, 2, {})],
-    indirect=["model_path"],
-    ids=str,
-)
-def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path, ranks, axes):
+def test_adapters_do_not_depend_on_the_layout(model_path, single_rank, tmp_path):
     expected, out = single_rank
-    results = run_ranks(ranks, train, model_path, str(tmp_path), cfg=lora_config(**axes))
+    axes = {"tensor_parallel_size": 2, "context_parallel_size": 2}
+    results = run_ranks(4, train, model_path, str(tmp_path), cfg=lora_config(**axes))
     for ours, theirs in zip(results[0]["metrics"], expected["metrics"], strict=True):
         assert_close(ours, theirs)
     for name in ("logprobs", "values"):
@@ -150,15 +140,13 @@ def test_merged_weights_and_peft_equal_the_ranks(model_path, single_rank, tmp_pa
     assert np.abs(logprobs_of(PeftModel.from_pretrained(base, tmp_path)) - expected)[MASK].max() < 1e-5
 
 
-@tied_alone
 def test_adapters_resume_under_any_layout(model_path, tmp_path):
-    directory, cfg = str(tmp_path), lora_config()
-    uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=cfg)[0]
-    assert run_ranks(2, load_then_step, model_path, directory, cfg=cfg)[0] == uninterrupted
-    for ranks, axes in ((1, {}), (4, {"tensor_parallel_size": 2})):
-        results = run_ranks(ranks, load_then_step, model_path, directory, cfg=lora_config(**axes))[0]
-        for ours, theirs in zip(results, uninterrupted, strict=True):
-            assert_close(ours, theirs)
+    """Two ranks save, and two others split the matrices. `kills/test_killed_jobs.py` has the same layout."""
+    directory = str(tmp_path)
+    uninterrupted = run_ranks(2, save_then_step, model_path, directory, cfg=lora_config())[0]
+    results = run_ranks(2, load_then_step, model_path, directory, cfg=lora_config(tensor_parallel_size=2))[0]
+    for ours, theirs in zip(results, uninterrupted, strict=True):
+        assert_close(ours, theirs)
 
 
 def first_weights(rank: Rank, path: str) -> list[dict[str, torch.Tensor]]:
@@ -171,7 +159,6 @@ def first_weights(rank: Rank, path: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@tied_alone
 def test_each_adapter_starts_with_different_values_and_without_effect(model_path):
     (starts,) = run_ranks(1, first_weights, model_path, cfg=lora_config())
     down = [tensor for start in starts for name, tensor in start.items() if "lora_A" in name]
@@ -190,7 +177,6 @@ def low_precision(rank: Rank, path: str) -> tuple[set, dict]:
     return kinds, update(rank, "policy", make_batch(), 1)
 
 
-@tied_alone
 def test_frozen_weights_are_stored_in_the_forward_dtype(model_path, single_rank):
     cfg = lora_config()
     cfg.trainer.policy.fsdp.param_dtype = "bfloat16"
@@ -199,7 +185,6 @@ def test_frozen_weights_are_stored_in_the_forward_dtype(model_path, single_rank)
     assert metrics["grad_norm"] == pytest.approx(single_rank[0]["metrics"][1]["grad_norm"], rel=0.05)
 
 
-@tied_alone
 @table("mode", ["selective", "full"])
 def test_recomputed_activations_give_adapters_the_same_gradients(model_path, single_rank, mode):
     cfg = lora_config()
@@ -219,7 +204,6 @@ def left_out(rank: Rank, path: str) -> list[dict]:
     return found
 
 
-@tied_alone
 def test_the_kl_covers_only_trained_tokens(model_path):
     cfg = lora_config(mini_batch_size=1)
     cfg.trainer.policy.optimizer.lr = 0.0  # so that mini-batches do not depend on those before
@@ -233,7 +217,6 @@ def refusal(rank: Rank, path: str) -> str:
     return str(error.value)
 
 
-@tied_alone
 def test_unknown_target_modules_are_refused(model_path):
     cfg = lora_config()
     cfg.trainer.policy.lora.target_modules = ["q_proj", "query"]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.config import config_of
 from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, resolve
 from trainer.algorithms.registry import needs_different_completions
@@ -253,13 +254,13 @@ def test_the_schema_offers_the_registered_functions(key, names):
 def test_a_loss_that_cannot_correct_for_older_weights_is_refused(policy_loss):
     stale = [f"algorithm.policy_loss={policy_loss}", "rollout.ahead=1", "algorithm.old_logprobs=rollout"]
     if policy_loss != "reinforce":
-        check_functions(compose(stale))
+        check_functions(config_of(stale))
     else:
         with pytest.raises(UserError, match="^algorithm.policy_loss=reinforce: has no ratio .*rollout.ahead=1; choose"):
-            check_functions(compose(stale))
-    check_functions(compose([*stale, "algorithm.rollout_correction=off"]))
-    check_functions(compose([*stale, "algorithm.old_logprobs=recompute"]))
-    check_functions(compose([*stale, "rollout.ahead=0"]))
+            check_functions(config_of(stale))
+    check_functions(config_of([*stale, "algorithm.rollout_correction=off"]))
+    check_functions(config_of([*stale, "algorithm.old_logprobs=recompute"]))
+    check_functions(config_of([*stale, "rollout.ahead=0"]))
 
 
 def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):

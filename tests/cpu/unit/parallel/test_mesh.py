@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import socket
 import sys
 
@@ -12,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.ranks import local_cluster, start_ranks
+from trainer.config import Config
 from trainer.config.engines import ENGINES
 from trainer.errors import UserError
 from trainer.parallel.mesh import listen, open_store, pick_device
+from trainer.workers.rank import Rank
 
 
 def listening() -> set[tuple[str, int]]:
@@ -62,16 +63,12 @@ def test_a_torchvision_of_another_build_is_refused_in_one_sentence(tmp_path, mon
         pick_device("cpu", None)
 
 
-def _sum(rank: int, address: str, results: multiprocessing.Queue) -> None:
-    from trainer.parallel.mesh import init_process_group
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    init_process_group(rank, 2, address, "cpu", 60)
-    tensor = torch.tensor([rank + 1.0])
+def _sum(rank: Rank) -> tuple[float, set[str]]:
+    tensor = torch.tensor([rank.rank + 1.0])
     dist.all_reduce(tensor)
-    results.put((float(tensor), sorted(ip for ip, _ in listening())))
+    hosts = {ip for ip, _ in listening()}
     dist.barrier()
-    dist.destroy_process_group()
+    return float(tensor), hosts
 
 
 @pytest.mark.parametrize("kind", ["file", "port"])
@@ -82,15 +79,6 @@ def test_ranks_meet_and_compute_over_loopback(kind, tmp_path):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_sum, args=(rank, address, results)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for _ in ranks:
-        total, hosts = results.get(timeout=300)
-        assert total == 3.0
-        assert set(hosts) == {"127.0.0.1"}
-    for rank in ranks:
-        rank.join()
-        assert rank.exitcode == 0
+    with local_cluster(2, Config(), "cpu") as cluster:
+        ranks = start_ranks(cluster, {"GLOO_SOCKET_IFNAME": "lo"})
+        assert ranks.call("run", address, _sum, ()) == [(3.0, {"127.0.0.1"})] * 2

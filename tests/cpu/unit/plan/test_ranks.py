@@ -70,7 +70,6 @@ def batch() -> Batch:
 CASES: dict[int, list[tuple[str, dict]]] = {
     1: [
         ("policy", {}),
-        ("policy", {"activation_checkpointing": "full"}),
         ("policy", {"param_dtype": "bfloat16"}),
     ],
     2: [

@@ -81,7 +81,7 @@ def onload_without_memory(_: Rank) -> None:
     assert sorted(tensor.untyped_storage().nbytes() for tensor in tensors) == [0, 2**27]
     buffer.onload()
     for value, tensor in enumerate(tensors, 1):
-        assert tensor.untyped_storage().nbytes() == 2**27 and tensor.unique().tolist() == [value]
+        assert tensor.untyped_storage().nbytes() == 2**27 and bool((tensor == value).all())
 
 
 def test_memory_that_runs_out_while_tensors_come_back_loses_none():
@@ -89,16 +89,16 @@ def test_memory_that_runs_out_while_tensors_come_back_loses_none():
 
 
 def test_training_and_checkpoints_do_not_notice_that_states_were_away(model_path, tmp_path):
-    results, resumed = {}, {}
+    results = {}
     for offload in ("none", "optimizer", "all"):
         directory = str(tmp_path / offload)
         cfg = config(offload=offload)
         results[offload] = run_ranks(2, train_with_offloading, model_path, directory, cfg=cfg)[0]
-        resumed[offload] = run_ranks(1, load_then_step, model_path, directory, cfg=config())[0]
+    saved = (str(tmp_path / offload) for offload in ("none", "all"))
+    resumed = [run_ranks(1, load_then_step, model_path, directory, cfg=config())[0] for directory in saved]
     held = {offload: result.pop("held") for offload, result in results.items()}
     assert held["none"] > held["optimizer"] > 0 == held["all"], held
-    for offload in ("optimizer", "all"):
-        assert results[offload] == results["none"] and resumed[offload] == resumed["none"]
+    assert results["optimizer"] == results["all"] == results["none"] and resumed[0] == resumed[1]
 
 
 def bytes_of_roles(rank: Rank) -> dict[str, tuple[int, int]]:
