@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - with Ray's 15, others 
 
 
 sys.addaudithook(process_marks.refuse_processes)
+gc.disable()  # the collector would look at all that the test modules import, again and again
 
 # A machine that is busy is no fault of the code. Each run draws other examples, so that few of them are enough.
 settings.register_profile("any_machine", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests marked `early` first. Mark those that start processes."""
     process_marks.add_marks(items)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+    gc.freeze()  # from now on it looks at what tests make
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
