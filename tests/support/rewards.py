@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from trainer.config import RewardConfig
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REWARDS
-from trainer.rewards.scoring import RewardPool
+from trainer.rewards.scoring import Results, RewardPool
 from trainer.rewards.terms import RewardInput, Scores, aggregate
 
 HOME = "tests.support.named_rewards"
@@ -59,7 +60,12 @@ def reward_pool(
 
 def judge(pool: RewardPool, inputs: Sequence[RewardInput], n: int = 1) -> Judged:
     """The rewards of completions, of which `n` after one another are a group."""
-    scores = aggregate(pool.results(inputs, n), len(inputs))
+
+    async def results() -> Results:
+        async with pool.calls() as calls:
+            return await pool.results(inputs, n, calls)
+
+    scores = aggregate(asyncio.run(results()), len(inputs))
     reasons = [reason for reason in scores.reasons if reason]
     return Judged(scores.rewards, scores.terms, scores.reasons, Failures(len(reasons), "".join(reasons[:1])))
 

@@ -14,12 +14,13 @@ from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.server import AgentServer, shared_server
-from trainer.agents.sessions import AgentPool, AgentSession
+from trainer.agents.sessions import AgentSession
 from trainer.config import Config
 from trainer.data.chats import check_generation_prompt
 from trainer.data.tokens import max_characters
 from trainer.environments.base import AgentResult
 from trainer.environments.episode_runner import Asks, EpisodeRunner, RolloutRequest, empty_sample
+from trainer.environments.sessions import EnvironmentPool
 from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode
 from trainer.generation.engine import Request, Sampling
@@ -44,7 +45,7 @@ class AgentRunner(EpisodeRunner):
     def __init__(self, cfg: Config, tokenizer: Any):
         self.config = e = cfg.environment
         self.seed = cfg.trainer.seed
-        self.pool = AgentPool(e)
+        self.pool = EnvironmentPool(e)
         self._answer_key = cfg.data.answer_key
         self._most_tokens = e.most_tokens
         self._longest = cfg.longest_prompt

@@ -94,8 +94,6 @@ class AgentServer:
     async def _start(self, listener: socket.socket) -> None:
         app = web.Application(client_max_size=LARGEST_MESSAGE, middlewares=[_errors_as_json])
         app.router.add_post(f"{_PATH}/chat/completions", self._chat)
-        app.router.add_get(f"{_PATH}/models", self._models)
-        app.router.add_get(f"{_PATH}/models/{{model:.+}}", self._model)
         # An agent whose connection breaks may repeat its request at once: the handler must know.
         self._runner = await start_server(app, listener, auto_decompress=False)
 
@@ -107,15 +105,6 @@ class AgentServer:
         if episode is None:
             raise ApiError("there is no episode at this address", code="no_episode", status=404)
         return episode
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [_model(self._episode(request).rules.model)]})
-
-    async def _model(self, request: web.Request) -> web.StreamResponse:
-        name, known = request.match_info["model"], self._episode(request).rules.model
-        if name != known:
-            raise ApiError(f"there is no model {name!r:.100}; the policy is called {known}", "model", None, 404)
-        return web.json_response(_model(known))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
@@ -183,7 +172,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         message = f"{request.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
         problem = ApiError(message, code="wrong_method", status=405)
     except web.HTTPNotFound:
-        message = "this endpoint has chat/completions and models, below its base URL"
+        message = "this endpoint has chat/completions alone, below its base URL"
         problem = ApiError(message, code="wrong_url", status=404)
     except ConnectionError:  # nobody reads the answer
         raise
@@ -191,7 +180,3 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         LOG.exception("the endpoint for agents has failed")
         problem = ApiError("the endpoint has failed; the log of the job says why", status=500)
     return web.json_response(problem.body(), status=problem.status, headers=_NO_RETRY)
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "trainer"}

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from trainer.agents.episode import AgentEpisode
-from trainer.config import EnvironmentConfig
 from trainer.environments.base import AgentResult, Endpoint
 from trainer.process import time_limits
-from trainer.sandbox.limits import CANCEL_S, LARGEST_REWARD, MAX_ASYNC_SESSIONS, MAX_ATTEMPTS
-from trainer.sandbox.pool import Call, CallFailed, CallLost, Calls, WorkerPool
+from trainer.sandbox.limits import LARGEST_REWARD, MAX_ATTEMPTS
+from trainer.sandbox.pool import Call, CallFailed, CallLost, Calls
 
-_NUMBERS = itertools.count()
 _LIMIT = "environment.timeout_s"
 
 
@@ -56,31 +52,46 @@ class AgentSession:
         Raises:
             WorkerError: the processes cannot start.
         """
-        failures, is_alone, too_slow = 0, False, f"run took longer than {_LIMIT}={self._timeout_s:g}"
+        failures, is_alone = 0, False
         while not self.status:
-            attempt = _Attempt(self.episode, self._timeout_s)
             try:
-                value = await attempt.run(calls, self._row, self._seed, is_alone, self._post)
+                self._take(await self._attempt(calls, is_alone))
+                return
             except CallLost as lost:
                 is_alone = is_alone or lost.is_suspect
-                failures += attempt.is_late
-                status, reason = "timeout", too_slow
             except CallFailed as failed:
                 failures += 1
-                status, reason = failed.status, f"run {failed.reason}"
-                if attempt.is_late or status == "timeout":
-                    status, reason = "timeout", too_slow
-                elif status == "raised" and self.episode.limit:  # it does not know what to do without the reply
+                if failed.status == "raised" and self.episode.limit:  # it does not know what to do without the reply
                     self.result, self.error, self.status = AgentResult(), failed.reason, self.episode.limit
                     return
-            else:
-                self._take(value)
-                return
-            if failures >= MAX_ATTEMPTS:
-                self.status, self.failure = "timeout" if status == "timeout" else "failed", reason
-                return
+                if failures >= MAX_ATTEMPTS:
+                    self.status = "timeout" if failed.status == "timeout" else "failed"
+                    self.failure = f"run {failed.reason}"
+                    return
             self._end(self.episode)
             self.episode = self._begin()
+
+    async def _attempt(self, calls: Calls, is_alone: bool) -> Any:
+        """Return what the agent has returned (see `Calls.ask`). One that takes too long is ended."""
+        episode = self.episode
+        endpoint = dataclasses.asdict(Endpoint(episode.base_url, episode.secret, episode.rules.model))
+        call = Call(
+            [0, "run", self._row, self._seed, endpoint],
+            "agent",
+            (_LIMIT, math.inf),  # the time of the policy must not count (see `AgentRunner`)
+            is_alone=is_alone,
+            is_session=True,
+            ends_session=True,
+            on_sent=lambda: self._post(episode.start_clock),
+        )
+        asked = asyncio.ensure_future(calls.ask(call))
+        try:
+            while not (await asyncio.wait([asked], timeout=time_limits.POLL_INTERVAL_S))[0]:
+                if episode.idle_s() > self._timeout_s:
+                    raise CallFailed("timeout", f"took longer than {_LIMIT}={self._timeout_s:g}")
+        finally:
+            asked.cancel()  # if it has not ended
+        return await asked
 
     def _take(self, value: Any) -> None:
         match value:
@@ -95,60 +106,3 @@ class AgentSession:
         else:
             self.status = "failed"
             self.failure = f"gave rewards that add up to {total:g}, beyond {LARGEST_REWARD:g}"
-
-
-class _Attempt:
-    """One run of an agent. If it takes too long, it is cancelled; if it does not end then, its process is replaced."""
-
-    def __init__(self, episode: AgentEpisode, timeout_s: float):
-        self.is_late = False
-        self._number = next(_NUMBERS)
-        self._episode = episode
-        self._timeout_s = timeout_s
-
-    async def run(
-        self, calls: Calls, row: Any, seed: int, is_alone: bool, post: Callable[[Callable[[], None]], None]
-    ) -> Any:
-        """Return what the agent has returned (see `Calls.ask`)."""
-        episode = self._episode
-        endpoint = dataclasses.asdict(Endpoint(episode.base_url, episode.secret, episode.rules.model))
-        call = Call(
-            [self._number, "run", row, seed, endpoint],
-            "agent",
-            (_LIMIT, math.inf),  # the time of the policy must not count (see `AgentRunner`)
-            is_alone=is_alone,
-            is_session=True,
-            ends_session=True,
-            on_sent=lambda: post(episode.start_clock),
-        )
-        asked = asyncio.ensure_future(calls.ask(call))
-        try:
-            while not (await asyncio.wait([asked], timeout=time_limits.POLL_INTERVAL_S))[0]:
-                if not self.is_late and episode.idle_s() > self._timeout_s:
-                    self.is_late = True
-                    calls.begin(self._cancel(calls, call.worker))
-        finally:
-            asked.cancel()  # if it has not ended
-        return await asked
-
-    async def _cancel(self, calls: Calls, worker: Any) -> None:
-        limit = (_LIMIT, self._timeout_s + CANCEL_S)
-        with contextlib.suppress(CallLost, CallFailed):
-            await calls.ask(
-                Call([self._number, "cancel"], "cancel", limit, is_session=True, is_urgent=True, worker=worker)
-            )
-
-
-class AgentPool(WorkerPool):
-    """`environment.num_processes` processes that run agents. A context manager."""
-
-    def __init__(self, config: EnvironmentConfig):
-        super().__init__(
-            "trainer.agents.worker:AgentHandler",
-            [config.name, dict(config.kwargs)],
-            config.num_processes,
-            role="environment",
-            name=f"environment.name={config.name}",
-            limit=(_LIMIT, config.timeout_s),
-            concurrency=MAX_ASYNC_SESSIONS,
-        )

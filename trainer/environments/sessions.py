@@ -144,13 +144,13 @@ class Session:
 
 
 class EnvironmentPool(WorkerPool):
-    """`environment.num_processes` processes that run environments. A context manager.
+    """`environment.num_processes` processes that run environments or agents. A context manager.
 
     Args:
-        most_characters: the contents of an answer are cut behind this number of characters.
+        most_characters: the contents of an answer of an environment are cut behind this number of characters.
     """
 
-    def __init__(self, config: EnvironmentConfig, most_characters: int):
+    def __init__(self, config: EnvironmentConfig, most_characters: int = 0):
         super().__init__(
             "trainer.environments.worker:EnvironmentHandler",
             [config.name, dict(config.kwargs), config.timeout_s, most_characters],

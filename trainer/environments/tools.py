@@ -250,26 +250,23 @@ class ToolCall:
 
 def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Return a reply without its calls, and the calls. If one of them cannot be read, all of the text is content."""
-    calls = []
-    for found in CALL.findall(text):
-        call = _written_call(found)
-        if call is None:
-            return text, ()
-        calls.append(call)
-    return (CALL.sub("", text).strip(), tuple(calls)) if calls else (text, ())
+    try:
+        written = [json.loads(found, parse_constant=_finite) for found in CALL.findall(text)]
+    except (ValueError, RecursionError):
+        return text, ()
+    calls = _checked_calls(written)
+    return (CALL.sub("", text).strip(), calls) if calls else (text, ())
 
 
 def read_calls(message: Message) -> tuple[ToolCall, ...] | None:
     """Return the calls that a reply names; None: an agent could not send one of them back."""
-    calls = [_checked_call(call["function"]) for call in message.get("tool_calls") or []]
-    found = tuple(call for call in calls if call is not None)
-    return found if len(found) == len(calls) else None
+    return _checked_calls([call["function"] for call in message.get("tool_calls") or []])
 
 
 def normal_arguments(text: str) -> str | None:
     """Return a JSON object as text that is the same for the same object; None: it is no object."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_finite)
         if not isinstance(value, dict) or nests_deeply(value):
             return None
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -279,23 +276,17 @@ def normal_arguments(text: str) -> str | None:
     return written
 
 
-def _refuse(text: str) -> float:
-    raise ValueError(text)
-
-
-def _written_call(text: str) -> ToolCall | None:
-    try:
-        return _checked_call(json.loads(text, parse_constant=_refuse))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _checked_call(value: Any) -> ToolCall | None:
-    """Return a call with a name that is text and arguments that are a JSON object; None: it is no such call."""
-    try:
-        name, arguments = value["name"], value.get("arguments", {})
-        name.encode()
-        written = normal_arguments(json.dumps(arguments, ensure_ascii=False))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return None
-    return ToolCall(name, written) if isinstance(name, str) and written is not None else None
+def _checked_calls(values: Sequence[Any]) -> tuple[ToolCall, ...] | None:
+    """Return calls that have a name, a text, and arguments, a JSON object; None: one of them is no such call."""
+    calls = []
+    for value in values:
+        try:
+            name, arguments = value["name"], value.get("arguments", {})
+            name.encode()
+            written = normal_arguments(json.dumps(arguments, ensure_ascii=False))
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            return None
+        if not isinstance(name, str) or written is None:
+            return None
+        calls.append(ToolCall(name, written))
+    return tuple(calls)

@@ -1,4 +1,4 @@
-"""Environments in their process: their methods are called, and their answers checked."""
+"""Environments and agents in their process: their methods are called, and their answers checked."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
-from trainer.environments.base import METHODS, StepResult, find_environment
+from trainer.environments.base import METHODS, AgentResult, Endpoint, StepResult, find_environment
 from trainer.errors import one_line
 from trainer.files.documents import nests_deeply
+from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
 from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
 from trainer.sandbox.worker import Handler, UserThreads, line_of
 
 RESERVED = frozenset(("turns", "tokens"))
 """Names of `episode/<name>/mean` that no metric of an environment may have."""
+RESERVED_FOR_AGENTS = RESERVED | {"samples", "errors"}
 
 
 def largest_message(most_characters: int) -> int:
@@ -31,28 +34,6 @@ def reach_without_proxy(*hosts: str) -> None:
     for name in ("NO_PROXY", "no_proxy"):
         known = os.environ.get(name, "").split(",")
         os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *hosts])))
-
-
-class UserObjects(Handler):
-    """Makes an object of the user's class for each episode. A base class."""
-
-    def __init__(self, kind: Callable[..., Any], options: Mapping[str, Any]):
-        self._kind = kind
-        self._options = options
-        self._files = _files_of(kind)
-
-    def _make(self) -> Any:
-        try:
-            return self._kind(**self._options)
-        except BaseException as error:  # whatever user code raises
-            raise _NotMadeError from error
-
-    def describe(self, error: BaseException, call: list[Any]) -> str:
-        if isinstance(error, _NotMadeError) and error.__cause__ is not None:
-            return f"was not called, because __init__ {self.describe(error.__cause__, call)}"
-        if isinstance(error, WrongValueError):
-            return str(error)
-        return super().describe(error, call) + line_of(error, self._files)
 
 
 def _files_of(kind: Any) -> set[str]:
@@ -89,21 +70,28 @@ class _NotMadeError(Exception):
     """The class of the user has raised, its cause, when it was to make an object."""
 
 
-class EnvironmentHandler(UserObjects):
-    """Makes the calls `[environment, method, *arguments]` of environments, which are numbers here.
+class EnvironmentHandler(Handler):
+    """Makes the calls `[number, method, *arguments]` of environments and agents. Each episode has a number.
 
-    Methods are `reset` (with row and seed), `step` (with a message) and `close`. The first two return the fields of a
-    `StepResult`. Those that are not `async` run in a thread: several at a time only if the class is `thread_safe`.
+    The methods of an environment are `reset` (with row and seed), `step` (with a message) and `close`. The first two
+    return the fields of a `StepResult`. The method of an agent is `run` (with row, seed and the fields of an
+    `Endpoint`), which returns the fields of an `AgentResult`. Methods that are not `async` run in a thread: several at
+    a time for agents, and for environments whose class is `thread_safe`.
     """
 
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
-        kind = find_environment(name)
+        self._kind = kind = find_environment(name)
+        self._options = options
+        self._files = _files_of(kind)
+        self._is_agent = is_safe = is_agent(kind)
+        if self._is_agent:
+            reach_without_proxy("127.0.0.1", "localhost")
+        else:
+            is_safe = getattr(kind, "thread_safe", False)
+            is_safe = is_safe(**options) if callable(is_safe) else bool(is_safe)
         methods = (getattr(kind, method, None) for method in METHODS)
-        is_safe = getattr(kind, "thread_safe", False)
-        is_safe = is_safe(**options) if callable(is_safe) else bool(is_safe)
         self._threads = UserThreads("environment", several=is_safe)
         self.is_concurrent = is_safe or any(map(inspect.iscoroutinefunction, methods))
-        super().__init__(kind, options)
         self._timeout_s = timeout_s
         self._most_characters = most_characters
         self._environments: dict[int, Any] = {}
@@ -111,11 +99,20 @@ class EnvironmentHandler(UserObjects):
     def is_async(self, call: list[Any]) -> bool:
         return True
 
-    def limit_s(self, call: list[Any]) -> float:
-        return self._timeout_s
+    def limit_s(self, call: list[Any]) -> float | None:
+        return None if self._is_agent else self._timeout_s  # the time of the policy must not count
+
+    def describe(self, error: BaseException, call: list[Any]) -> str:
+        if isinstance(error, _NotMadeError) and error.__cause__ is not None:
+            return f"was not called, because __init__ {self.describe(error.__cause__, call)}"
+        if isinstance(error, WrongValueError):
+            return str(error)
+        return super().describe(error, call) + line_of(error, self._files)
 
     async def compute(self, call: list[Any]) -> dict[str, Any]:
         number, method, *arguments = call
+        if self._is_agent:
+            return await self._run_agent(*arguments)
         if method == "close":
             await self._close(number)
             return {}
@@ -134,6 +131,19 @@ class EnvironmentHandler(UserObjects):
         _cut(result["messages"], self._most_characters)
         return result
 
+    async def _run_agent(self, row: Mapping[str, Any], seed: int, endpoint: dict[str, str]) -> dict[str, Any]:
+        reach_without_proxy(urlsplit(endpoint["base_url"]).hostname or "")
+        agent = self._make()
+        value = await self._run(agent.run, row, seed, Endpoint(**endpoint))
+        with checks_value(agent.run):
+            return _result(value)
+
+    def _make(self) -> Any:
+        try:
+            return self._kind(**self._options)
+        except BaseException as error:  # whatever user code raises
+            raise _NotMadeError from error
+
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
         if environment is not None:
@@ -150,6 +160,20 @@ class EnvironmentHandler(UserObjects):
             raise
 
 
+def _result(value: Any) -> dict[str, Any]:
+    """Return the fields of what an agent has returned.
+
+    Raises:
+        TypeError, ValueError: it is no result.
+    """
+    if not all(hasattr(value, name) for name in ("reward", "rewards", "metrics")):
+        reward = read_number(value)
+        if isinstance(reward, str):
+            raise TypeError(f"it must be a trainer.environments.AgentResult or a number, not {value!r:.80}")
+        value = AgentResult(reward)
+    return _numbers(value, RESERVED_FOR_AGENTS, "episode")
+
+
 def _step(value: Any) -> dict[str, Any]:
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
         raise TypeError(
@@ -158,11 +182,11 @@ def _step(value: Any) -> dict[str, Any]:
     done = bool(value.done)
     if not done and value.messages in ([], ()):
         raise ValueError("there is no message, and the episode is not done; return a message, or done=True")
-    numbers = read_numbers(value, RESERVED, "environment")
+    numbers = _numbers(value, RESERVED, "environment")
     return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
 
 
-def read_numbers(value: Any, reserved: frozenset[str], counted: str) -> dict[str, Any]:
+def _numbers(value: Any, reserved: frozenset[str], counted: str) -> dict[str, Any]:
     """Return the fields `reward`, `rewards` and `metrics` of what user code has returned.
 
     Args:

@@ -10,13 +10,15 @@ from contextlib import asynccontextmanager
 
 from trainer.config import RewardConfig
 from trainer.files.documents import mismatch
-from trainer.process.signals import SIGNALS
 from trainer.rewards.cache import RewardCache, key_of
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.scorer import OnRanks, Scoring
 from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, Scores, aggregate, reward_functions
 from trainer.sandbox import pool
 from trainer.sandbox.pool import Calls, WorkerPool
+
+Results = dict[RewardFunction, dict[Call, Result]]
+"""The result of each call of each reward."""
 
 
 class RewardPool(WorkerPool):
@@ -38,7 +40,7 @@ class RewardPool(WorkerPool):
             config.num_processes,
             role="reward",
             name=config.key(),
-            limit=("reward.timeout_s", max(function.limit_s for function in self.functions)),
+            limit=("reward.timeout_s", config.timeout_s),
             concurrency=config.concurrency,
         )
 
@@ -46,23 +48,6 @@ class RewardPool(WorkerPool):
     def wants_groups(self) -> bool:
         """Whether a function judges the completions of a group together, or a server gets several in a request."""
         return any(function.signature.grouped or function.batch > 1 for function in self.functions)
-
-    def results(self, inputs: Sequence[RewardInput], n: int = 1) -> dict[RewardFunction, dict[Call, Result]]:
-        """Return the result of each call of each reward, on the main thread: for a trial.
-
-        Args:
-            n: completions in a group.
-
-        Raises:
-            WorkerError: the processes cannot start.
-        """
-
-        async def compute() -> dict[RewardFunction, dict[Call, Result]]:
-            async with self.calls() as calls:
-                return await self._results(inputs, n, calls)
-
-        with SIGNALS.waiting():
-            return asyncio.run(compute())
 
     @asynccontextmanager
     async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
@@ -72,11 +57,10 @@ class RewardPool(WorkerPool):
 
     async def score_group(self, inputs: Sequence[RewardInput], calls: Calls) -> Scores:
         """Return the rewards of completions of one group. One that raises, hangs or is no number has failed."""
-        return aggregate(await self._results(inputs, len(inputs), calls), len(inputs))
+        return aggregate(await self.results(inputs, len(inputs), calls), len(inputs))
 
-    async def _results(
-        self, inputs: Sequence[RewardInput], n: int, calls: Calls
-    ) -> dict[RewardFunction, dict[Call, Result]]:
+    async def results(self, inputs: Sequence[RewardInput], n: int, calls: Calls) -> Results:
+        """Return the result of each call of each reward. `n`: completions in a group."""
         made = [function.calls(inputs, n) for function in self.functions]
         results = await asyncio.gather(*(self._results_of(index, some, calls) for index, some in enumerate(made)))
         return {
@@ -104,9 +88,7 @@ class RewardPool(WorkerPool):
         function, lengths = self.functions[index], [len(call.indices) for call in batch]
         message = [index, [call.given for call in batch]]
         try:
-            value = await calls.do(
-                pool.Call(message, function.label, function.limit, is_async=function.signature.is_async)
-            )
+            value = await calls.do(pool.Call(message, function.label, is_async=function.signature.is_async))
         except pool.CallFailed as failed:
             return [[failed.reason] * length for length in lengths]
         if mismatch(value, [[(dict, str)]]) is not None or [len(result) for result in value] != lengths:

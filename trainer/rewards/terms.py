@@ -53,8 +53,6 @@ class RewardFunction:
     """Its name in metrics."""
     weight: float
     signature: RewardSignature
-    limit_s: float
-    """Longest time for one call."""
     batch: int = 1
     """Calls that a process makes as one batch."""
 
@@ -76,11 +74,6 @@ class RewardFunction:
             "status": [item.status for item in inputs],
         }
         return {name: group[name] if name in group else getattr(first, name) for name in names}
-
-    @property
-    def limit(self) -> tuple[str, float]:
-        """The key of the time limit, and its value."""
-        return "reward.timeout_s", self.limit_s
 
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
@@ -104,10 +97,8 @@ def _reward_function(config: RewardConfig, name: str, label: str, weight: float)
                 f"reward.authorization_env={config.authorization_env}: the environment has no such variable; set it to "
                 "the value of the header Authorization"
             )
-        signature, limit_s = RemoteReward.signature, config.timeout_s
-        return RewardFunction(name, label, weight, signature, limit_s, COMPLETIONS_PER_REQUEST)
-    signature = signature_of(resolve(name), f"reward.name={name}")
-    return RewardFunction(name, label, weight, signature, config.timeout_s)
+        return RewardFunction(name, label, weight, RemoteReward.signature, COMPLETIONS_PER_REQUEST)
+    return RewardFunction(name, label, weight, signature_of(resolve(name), f"reward.name={name}"))
 
 
 def _labels(names: Sequence[str]) -> list[str]:

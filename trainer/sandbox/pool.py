@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -61,7 +62,6 @@ class Call:
         is_alone: the process makes no other call meanwhile.
         is_session: one process must make all calls of its session: `worker`, which the first one gets.
         ends_session: it is the last one of its session.
-        is_urgent: it is sent at once, whatever the process does.
         on_sent: called on the thread of the pool when it is sent.
     """
 
@@ -72,14 +72,13 @@ class Call:
     is_alone: bool = False
     is_session: bool = False
     ends_session: bool = False
-    is_urgent: bool = False
     worker: _Worker | None = None
     on_sent: Callable[[], None] = lambda: None
     calls: Calls | None = None
     """The block in which it was made."""
     answer: asyncio.Future[Any] = field(init=False)
     since: float = 0.0
-    """When it was sent, or its process has last shown that it waits for something that does not count."""
+    """When it was sent, or its last wait ended that does not count as its time. Infinite during such a wait."""
     began_at: float = 0.0
 
 
@@ -102,8 +101,8 @@ class _Worker(SandboxedProcess):
 
     def can_take(self, call: Call, most: int) -> bool:
         """Return whether a call can be sent now. `most`: `async` calls that run at the same time."""
-        if not self.is_ready or call.is_urgent:
-            return self.is_ready
+        if not self.is_ready:
+            return False
         if call.is_alone or not self.is_async(call):
             return not self.calls
         others = self.calls.values()
@@ -120,7 +119,7 @@ class Calls:
         """Calls that have taken too long, without those of sessions."""
 
     async def ask(self, call: Call) -> Any:
-        """Make a call; return what the handler returns. If this is cancelled, the process of the call is ended.
+        """Make a call; return what the handler returns. If this is cancelled, the call is ended, too.
 
         Raises:
             CallFailed, CallLost: see there.
@@ -260,19 +259,24 @@ class WorkerPool:
             call.worker.sessions += 1
         if call.worker is not None and call.worker.has_ended:
             raise CallLost
-        waiting = self._todo if call.worker is None else call.worker.todo
-        if call.is_urgent:
-            waiting.appendleft(call)
-        else:
-            waiting.append(call)
+        (self._todo if call.worker is None else call.worker.todo).append(call)
         self._send_calls()
         try:
             return await call.answer
         except asyncio.CancelledError:
-            for worker in [worker for worker in self._workers if call in worker.calls.values()]:
-                if self._error is None:
-                    self._replace(worker)  # it must not answer later
+            if self._error is None:
+                self._cancel(call)
             raise
+
+    def _cancel(self, call: Call) -> None:
+        """End a call that nobody waits for. A process that cannot end it, or does not in time, is replaced."""
+        for worker in list(self._workers):
+            number = next((number for number, one in worker.calls.items() if one is call), None)
+            if number is not None and worker.is_async(call):
+                call.limit, call.since = (self._limit[0], limits.CANCEL_S), time.monotonic()
+                self._send(worker, [number, None])
+            elif number is not None:
+                self._replace(worker)
 
     def _send_calls(self) -> None:
         for worker in list(self._workers):
@@ -288,17 +292,23 @@ class WorkerPool:
                 call.since = call.began_at = time.monotonic()
                 worker.calls[number] = call
                 call.on_sent()
-                try:
-                    worker.send(encode([number, call.message]))
-                except ProcessDied:
-                    self._handle_death(worker)
+                if not self._send(worker, [number, call.message]):
                     break
+
+    def _send(self, worker: _Worker, message: list[Any]) -> bool:
+        """Send a message. Return whether the process lives."""
+        try:
+            worker.send(encode(message))
+        except ProcessDied:
+            self._handle_death(worker)
+            return False
+        return True
 
     def _receive(self, worker: _Worker) -> None:
         try:
             match worker.receive(self._largest_message):
-                case {"begun": int(number)} if number in worker.calls:
-                    worker.calls[number].since = time.monotonic()
+                case {"number": int(number), "waits": bool(waits)} if number in worker.calls:
+                    worker.calls[number].since = math.inf if waits else time.monotonic()
                 case {"number": int(number), "last": bool(is_last), **result} if number in worker.calls:
                     self._answer(worker, worker.calls[number], number, result)
                     if is_last:
@@ -329,15 +339,15 @@ class WorkerPool:
         self._settle(worker, call, outcome)
 
     def _settle(self, worker: _Worker, call: Call, outcome: Any) -> None:
-        if isinstance(outcome, CallFailed) and outcome.status == "timeout" and not call.is_session:
-            assert call.calls is not None
-            call.calls.timeouts += 1
         if TRACER.is_on:
             name = f"{call.label} ended" if isinstance(outcome, CallLost) else call.label
             process = f"{self._role} {self._workers.index(worker)}"
             TRACER.add(name, call.began_at, time.monotonic(), OVERLAPPING, process, calls=1)
-        if call.answer.done():
+        if call.answer.done():  # it is cancelled
             return
+        if isinstance(outcome, CallFailed) and outcome.status == "timeout" and not call.is_session:
+            assert call.calls is not None
+            call.calls.timeouts += 1
         if isinstance(outcome, BaseException):
             call.answer.set_exception(outcome)
         else:
@@ -406,11 +416,9 @@ class WorkerPool:
         self._printed.read(worker)
         worker.close()
         calls = list(worker.calls.values())
-        suspects = [call for call in calls if not call.is_urgent] if status else []
         for call in calls:
-            lost = CallLost(call in suspects)
             failed = CallFailed(status, reason or f"ended its process ({ending})")
-            self._settle(worker, call, failed if [call] == suspects else lost)
+            self._settle(worker, call, failed if status and len(calls) == 1 else CallLost(bool(status)))
         for call in worker.todo:
             if not call.answer.done():
                 call.answer.set_exception(CallLost())

@@ -19,8 +19,6 @@ from trainer.import_utils import import_function
 from trainer.sandbox import limits
 
 _CLOCK: ContextVar[CallClock | None] = ContextVar("clock", default=None)
-_SIGN_S = 0.5
-"""Shortest time between two signs of life."""
 
 
 class CallClock:
@@ -28,16 +26,15 @@ class CallClock:
 
     Args:
         limit_s: seconds that the call may take. None: it has no limit.
-        show_life: called again and again while a wait does not count, so that whoever waits for the call knows.
+        show_wait: called when a wait that does not count begins (true) or ends, for whoever waits for the call.
     """
 
-    def __init__(self, limit_s: float | None, show_life: Callable[[], None]):
+    def __init__(self, limit_s: float | None, show_wait: Callable[[bool], None]):
         self._limit = asyncio.timeout(limit_s)
-        self._sign_s = max(_SIGN_S, (limit_s or 0.0) / 2)
-        self._show_life = show_life
+        self._has_limit = limit_s is not None
+        self._show_wait = show_wait
         self._waits = 0
         self._left_s = 0.0
-        self._sign: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> CallClock:
         await self._limit.__aenter__()
@@ -45,8 +42,7 @@ class CallClock:
         return self
 
     async def __aexit__(self, *exception: object) -> bool | None:
-        self._waits = -1  # what the call has left behind changes nothing any more
-        self._end_signs()
+        self._has_limit = False  # what the call has left behind changes nothing any more
         return await self._limit.__aexit__(*exception)  # type: ignore[arg-type]
 
     @property
@@ -55,35 +51,21 @@ class CallClock:
         return self._limit.expired()
 
     def pause(self) -> None:
-        """Begin a wait that does not count."""
-        when = self._limit.when()
-        if self._waits < 0 or self._waits == 0 and when is None:
-            return
+        """Begin a wait that does not count. Waits may overlap."""
         self._waits += 1
-        if self._waits == 1:
+        if self._waits == 1 and self._has_limit:
+            when = self._limit.when()
             assert when is not None
             self._left_s = when - asyncio.get_running_loop().time()
             self._limit.reschedule(None)
-            self._show()
+            self._show_wait(True)
 
     def resume(self) -> None:
         """End a wait."""
-        if self._waits <= 0:
-            return
         self._waits -= 1
-        if self._waits == 0:
-            self._end_signs()
-            self._show_life()
+        if self._waits == 0 and self._has_limit:
+            self._show_wait(False)
             self._limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
-
-    def _show(self) -> None:
-        self._show_life()
-        self._sign = asyncio.get_running_loop().call_later(self._sign_s, self._show)
-
-    def _end_signs(self) -> None:
-        if self._sign is not None:
-            self._sign.cancel()
-            self._sign = None
 
 
 @contextlib.contextmanager
@@ -178,11 +160,11 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[
 
 
 def serve(pipe: Connection, handler: str, arguments: Sequence[Any]) -> NoReturn:
-    """Answer messages `[number, call]` until the pipe closes.
+    """Answer messages `[number, call]` until the pipe closes. `[number, None]` ends an `async` call.
 
     The answer is `{"number": number, "last": whether this process answers no more}` with one of `value`, `raised` (why
-    the call has failed) and `timeout`. While an `async` call waits for something that does not count as its time,
-    `{"begun": number}` comes (see `trainer.sandbox.worker`).
+    the call has failed) and `timeout`. When an `async` call begins or ends a wait that does not count as its time, a
+    message `{"number": number, "waits": true or false}` comes before.
 
     Args:
         handler: import path of a `Handler`.
@@ -201,7 +183,7 @@ class _Server:
         self._pipe = pipe
         self._handler = handler
         self._loop = loop
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: dict[int, asyncio.Task[None]] = {}
         self._process = os.getpid()
 
     def run(self) -> NoReturn:
@@ -213,10 +195,11 @@ class _Server:
                 number, call = json.loads(self._pipe.recv_bytes())
             except EOFError:
                 os._exit(0)
-            if self._handler.is_async(call):
-                task = self._loop.create_task(self._answer_later(number, call))
-                self._under_way.add(task)  # the loop itself holds no strong reference
-                task.add_done_callback(self._under_way.discard)
+            if call is None:
+                if number in self._under_way:
+                    self._under_way[number].cancel()
+            elif self._handler.is_async(call):
+                self._under_way[number] = self._loop.create_task(self._answer_later(number, call))
             else:
                 self._answer(number, self._compute(call))
 
@@ -227,12 +210,15 @@ class _Server:
             return {"raised": self._handler.describe(error, call)}
 
     async def _answer_later(self, number: int, call: list[Any]) -> None:
-        clock = CallClock(self._handler.limit_s(call), lambda: send(self._pipe, {"begun": number}))
+        clock = CallClock(
+            self._handler.limit_s(call), lambda waits: send(self._pipe, {"number": number, "waits": waits})
+        )
         try:
             async with clock:
                 result = {"value": await self._handler.compute(call)}
         except BaseException as error:
             result = {"timeout": True} if clock.is_over else {"raised": self._handler.describe(error, call)}
+        del self._under_way[number]
         try:
             self._answer(number, result)
         except OSError:  # user code has closed the pipe

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
 from trainer.config import Config
 from trainer.config.fields import config_error
-from trainer.data.datasets import PromptSet, as_messages, check_files, load_rows, read_examples
+from trainer.data.datasets import PromptSet, check_files
 from trainer.data.ledger import find_curriculum
-from trainer.environments.preflight import try_environment
-from trainer.errors import TrialError, UserError, as_list, sentences_of
+from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
 from trainer.models.checks import check_longest_sequence, check_trained_models
-from trainer.models.files import import_configs, resolve_model_path
+from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
-from trainer.rewards.functions import REMOTE
-from trainer.rewards.preflight import try_rewards
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import RewardInput
-from trainer.seeding import environment_seed
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
@@ -36,14 +30,11 @@ from trainer.sources.routes import (
     make_routes,
     make_scorers,
     train_sources,
-    with_keys_of,
 )
 from trainer.sources.sampling import SamplingSource
+from trainer.sources.trials import try_sources
 from trainer.tasks import warm_start
 from trainer.tasks.base import Ingredients, Task, tokenizer_of
-
-_TRIED_ROWS = 3
-"""Rows of the data that rewards are tried with, and an environment until it works."""
 
 
 def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Evaluator | None]] | None = None) -> Task:
@@ -143,7 +134,7 @@ def _check_without_rewards(cfg: Config) -> None:
 
 def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
     """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
-    sources = {source: cfg.of_source(source) for source in _sampled_sources(cfg)}
+    sources = _sampled_sources(cfg)
     refused = [*find_refusals(cfg, sources, _check_functions), *find_refusals(cfg, sources, _check_data)]
     try:
         _check_model(cfg)
@@ -154,25 +145,7 @@ def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
         refused += sentences_of(error)
     if refused:
         raise UserError(as_list("the run cannot start:", list(dict.fromkeys(refused))))
-    tried, failed = set(), []
-    for source, own in sources.items():
-        used = repr(own.environment if own.environment.name else own.reward)
-        has_train = bool(source) or not cfg.data.mix  # in a mix, the run itself has no training data
-        if used in tried or not (has_train or own.environment.name):
-            continue
-        tried.add(used)
-        try:
-            if own.environment.name:
-                _try_environment(own, "train" if has_train else "val", asks_servers)
-            elif _has_reward_functions(own) and (asks_servers or REMOTE not in own.reward.names()):
-                with stage("trying the rewards"):
-                    _try_rewards(own)
-        except TrialError as error:
-            failed.append(with_keys_of(source, cfg, str(error)))
-        except UserError as error:
-            raise UserError(with_keys_of(source, cfg, str(error))) from error
-    if failed:
-        raise TrialError(as_list("the run cannot start:", failed))
+    try_sources(cfg, sources, asks_servers)
 
 
 def _has_reward_functions(cfg: Config) -> bool:
@@ -204,36 +177,3 @@ def _check_model(cfg: Config) -> None:
     with stage(f"fetching the model {cfg.model.path}"):
         check_trained_models(cfg)
         tokenizer_of(cfg, resolve_model_path(cfg.model.path))
-
-
-def _try_rewards(cfg: Config) -> None:
-    """Compute the rewards of some reference answers (see `try_rewards`)."""
-    examples = read_examples(dataclasses.replace(cfg.data, train_size=_tried(cfg.data.train_size)), "train")
-    attempts = [
-        RewardInput(
-            completion=example["answer"],
-            answer=example["answer"],
-            prompt=chat[-1]["content"],
-            messages=[*chat, {"role": "assistant", "content": example["answer"]}],
-            row=example.get("row", example),
-        )
-        for example in examples
-        for chat in [as_messages(example["prompt"], cfg.data.system_prompt)]
-    ]
-    try_rewards(cfg.reward, attempts, cfg.rollout.n, meanwhile=import_configs)
-
-
-def _try_environment(cfg: Config, split: str, asks_servers: bool) -> None:
-    """Try one step of an episode (see `try_environment`). An agent does not begin: it would ask the policy."""
-    if cfg.environment.is_agent or not asks_servers:
-        return
-    with stage("trying the environment"):
-        sizes = {name: _tried(getattr(cfg.data, name)) for name in ("train_size", "val_size")}
-        rows = [prompt.row for prompt in load_rows(dataclasses.replace(cfg.data, **sizes), split).prompts]
-        seed = environment_seed(cfg.trainer.seed, "trial")
-        try_environment(cfg.environment, rows, seed, cfg.data.answer_key, meanwhile=import_configs)
-
-
-def _tried(size: int) -> int:
-    """Return how many rows to read of data of a size; below 0: of all that there are."""
-    return _TRIED_ROWS if size < 0 else min(_TRIED_ROWS, size)

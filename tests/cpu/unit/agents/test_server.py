@@ -81,8 +81,6 @@ def served(server, tokenizer) -> Served:
 
 
 def test_openai_s_client_gets_replies(served):
-    (model,) = served.client.models.list().data
-    assert model.id == "policy" == served.client.models.retrieve("policy").id
     answer = served.client.chat.completions.create(model="policy", messages=SAID)
     assert answer.choices[0].message.content == "ser|>hé!"
     assert answer.choices[0].finish_reason == "stop" and answer.usage.total_tokens == 5 + 10
@@ -105,8 +103,7 @@ def test_wrong_addresses_and_methods_get_an_error_that_says_so(served):
         ("POST", "/completions", 404, "wrong_url"),
         ("POST", "/../../../x", 404, "wrong_url"),
         ("GET", "/chat/completions", 405, "wrong_method"),
-        ("DELETE", "/models", 405, "wrong_method"),
-        ("GET", "/models/gpt-4o", 404, None),
+        ("GET", "/models", 404, "wrong_url"),
     ]:
         answer = httpx.request(method, served.url + path, trust_env=False)
         assert answer.status_code == status and answer.headers["x-should-retry"] == "false"
@@ -171,7 +168,7 @@ def test_after_the_end_calls_are_refused(server, served):
     assert refusal.value.status_code == 410
     server.post(*answer)
     with pytest.raises(openai.APIStatusError, match="the episode has ended"):
-        served.client.models.list()
+        served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.trained()) == 1
     stranger = openai.OpenAI(base_url=server.address("f" * 32), api_key="any")
     with pytest.raises(openai.NotFoundError, match="there is no episode at this address"):
@@ -240,7 +237,7 @@ def test_several_users_of_an_address_share_a_server(tokenizer):
     with shared_server("127.0.0.1", 0, None) as one:
         with shared_server("127.0.0.1", 0, None) as two, shared_server("127.0.0.1", 0, "http://x") as other:
             assert one is two is not other
-        Served(one, tokenizer).client.models.list()
+        Served(one, tokenizer).client.chat.completions.create(model="policy", messages=SAID)
     with shared_server("127.0.0.1", 0, None) as later:
         assert later is not one
 

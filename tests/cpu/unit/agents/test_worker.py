@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainer.agents.worker import AgentHandler
 from trainer.environments import AgentResult
-from trainer.environments.worker import WrongValueError
+from trainer.environments.worker import EnvironmentHandler, WrongValueError
 from trainer.sandbox import limits
 
 ENDPOINT = {"base_url": "http://127.0.0.1:1/episodes/x/v1", "api_key": "x", "model": "policy"}
@@ -25,8 +24,12 @@ def _proxies(monkeypatch):
         monkeypatch.setenv(name, "")
 
 
+def handler_of(name: str, **options: Any) -> EnvironmentHandler:
+    return EnvironmentHandler(name, options, 3.0, 0)
+
+
 def run(value: Any, name: str = "tests.support.agents:Returns") -> dict[str, Any]:
-    handler = AgentHandler(name, {})
+    handler = handler_of(name)
     return asyncio.run(handler.compute([0, "run", {"value": value}, 3, ENDPOINT]))
 
 
@@ -58,23 +61,14 @@ def test_what_is_no_result_is_refused():
 
 
 def test_an_error_in_init_is_not_that_of_run():
-    handler, call = AgentHandler("tests.support.agents:Returns", {"wrong": 1}), [0, "run", {"value": 1}, 3, ENDPOINT]
+    handler, call = handler_of("tests.support.agents:Returns", wrong=1), [0, "run", {"value": 1}, 3, ENDPOINT]
     with pytest.raises(Exception) as raised:
         asyncio.run(handler.compute(call))
     assert handler.describe(raised.value, call).startswith("was not called, because __init__ raised TypeError: ")
 
 
 class Async:
-    cancelled = 0
-
     async def run(self, row: Any, seed: int, endpoint: Any) -> AgentResult:
-        while row["value"] in ("wait", "stay"):
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                Async.cancelled += 1
-                if row["value"] == "wait" or Async.cancelled > 1:
-                    raise
         return AgentResult(float(seed), metrics={"key": len(endpoint.variables["OPENAI_BASE_URL"])})
 
 
@@ -86,32 +80,13 @@ def test_an_agent_may_be_async():
 def test_agents_reach_the_host_of_their_endpoint_without_a_proxy(monkeypatch, known):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, known)
-    handler = AgentHandler("tests.support.agents:Returns", {})
+    handler = handler_of("tests.support.agents:Returns")
     for _ in range(2):
         there = {**ENDPOINT, "base_url": "http://10.0.0.5:8123/episodes/x/v1"}
         asyncio.run(handler.compute([0, "run", {"value": 1}, 3, there]))
     found = os.environ["NO_PROXY"].split(",")
     assert sorted(found) == sorted({*filter(None, known.split(",")), "127.0.0.1", "localhost", "10.0.0.5"})
     assert os.environ["no_proxy"].split(",") == found
-
-
-def test_an_agent_can_be_ended(monkeypatch):
-    monkeypatch.setattr(Async, "cancelled", 0)
-
-    async def both() -> None:
-        handler = AgentHandler(f"{__name__}:Async", {})
-        call = asyncio.ensure_future(handler.compute([7, "run", {"value": "wait"}, 3, ENDPOINT]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert await handler.compute([8, "cancel"]) == {}
-        assert not call.done()
-        assert await handler.compute([7, "cancel"]) == {}
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert await handler.compute([7, "cancel"]) == {} and not handler.must_end
-
-    asyncio.run(both())
-    assert Async.cancelled == 1
 
 
 class Waits:
@@ -128,15 +103,15 @@ def test_a_process_with_many_threads_of_late_agents_must_end(monkeypatch):
     """Threads that have ended do not count."""
     monkeypatch.setattr(limits, "THREADS_LEFT", 2)
 
-    async def late(handler: AgentHandler, number: int) -> None:
+    async def late(handler: EnvironmentHandler, number: int) -> None:
         call = asyncio.ensure_future(handler.compute([number, "run", {}, 3, ENDPOINT]))
         await asyncio.wait_for(asyncio.to_thread(BEGUN.get), 60)
-        await handler.compute([number, "cancel"])
+        call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
 
     async def several() -> None:
-        handler = AgentHandler(f"{__name__}:Waits", {})
+        handler = handler_of(f"{__name__}:Waits")
         await late(handler, 1)
         assert not handler.must_end and len(handler._threads._left) == 1
         EVENT.set()
@@ -150,17 +125,3 @@ def test_a_process_with_many_threads_of_late_agents_must_end(monkeypatch):
         EVENT.set()
 
     asyncio.run(several())
-
-
-def test_a_process_with_an_agent_that_goes_on_when_it_is_cancelled_must_end(monkeypatch):
-    monkeypatch.setattr(Async, "cancelled", 0)
-    monkeypatch.setattr(limits, "CANCEL_S", 0.01)
-
-    async def cancel() -> None:
-        handler = AgentHandler(f"{__name__}:Async", {})
-        call = asyncio.ensure_future(handler.compute([7, "run", {"value": "stay"}, 3, ENDPOINT]))
-        await asyncio.sleep(0.01)
-        assert await handler.compute([7, "cancel"]) == {} and handler.must_end
-        call.cancel()
-
-    asyncio.run(cancel())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from trainer.sandbox import worker
 from trainer.sandbox.worker import CallClock, uncounted
 
 
@@ -23,16 +22,16 @@ def awaited(test: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
-async def timed(call: Callable[[], Awaitable[str]], limit_s: float | None = 0.1) -> tuple[str, int]:
-    """Return what a call gives, or `over`, and the number of its signs of life."""
-    signs: list[None] = []
-    clock = CallClock(limit_s, lambda: signs.append(None))
+async def timed(call: Callable[[], Awaitable[str]], limit_s: float | None = 0.1) -> tuple[str, list[bool]]:
+    """Return what a call gives, or `over`, and what its clock has shown."""
+    shown: list[bool] = []
+    clock = CallClock(limit_s, shown.append)
     try:
         async with clock:
-            return await call(), len(signs)
+            return await call(), shown
     except TimeoutError:
         assert clock.is_over
-        return "over", len(signs)
+        return "over", shown
 
 
 async def wait(seconds: float = 0.3) -> str:
@@ -42,21 +41,15 @@ async def wait(seconds: float = 0.3) -> str:
 
 
 @awaited
-async def test_a_wait_does_not_count(monkeypatch):
-    monkeypatch.setattr(worker, "_SIGN_S", 0.01)
-    result, signs = await timed(wait)
-    assert result == "done" and signs > 2
+async def test_a_wait_does_not_count_and_what_follows_it_does():
+    assert await timed(wait) == ("done", [True, False])
 
-
-@awaited
-async def test_what_follows_a_wait_counts():
     async def call() -> str:
         await wait(0.01)
         await asyncio.sleep(1000)
         return "done"
 
-    result, signs = await timed(call)
-    assert result == "over" and signs >= 2, "at the beginning and the end of the wait"
+    assert await timed(call) == ("over", [True, False])
 
 
 @awaited
@@ -65,17 +58,16 @@ async def test_waits_may_overlap():
         await asyncio.gather(wait(1.6), wait(1.8))
         return "done"
 
-    assert (await timed(call, limit_s=1.5))[0] == "done"
+    assert await timed(call, limit_s=1.5) == ("done", [True, False])
 
 
 @awaited
-async def test_a_call_without_a_limit_shows_no_life():
-    assert await timed(lambda: wait(0.001), limit_s=None) == ("done", 0)
+async def test_a_call_without_a_limit_shows_no_wait():
+    assert await timed(lambda: wait(0.001), limit_s=None) == ("done", [])
 
 
 @awaited
-async def test_what_a_call_leaves_behind_shows_no_life(monkeypatch):
-    monkeypatch.setattr(worker, "_SIGN_S", 0.001)
+async def test_what_a_call_leaves_behind_shows_no_wait():
     left: list[asyncio.Task[str]] = []
 
     async def call() -> str:
@@ -83,11 +75,8 @@ async def test_what_a_call_leaves_behind_shows_no_life(monkeypatch):
         await asyncio.sleep(0)
         return "done"
 
-    signs: list[None] = []
-    async with CallClock(1000.0, lambda: signs.append(None)):
-        await call()
-    before = len(signs)
-    assert await left[0] == "done" and len(signs) == before
+    _, shown = await timed(call, limit_s=1000.0)
+    assert await left[0] == "done" and shown == [True]
 
 
 @awaited

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from tests.support.jobs import wait_until
 from trainer.errors import WorkerError
 from trainer.process.tracing import TRACER
+from trainer.sandbox import limits
 from trainer.sandbox.pool import Call, CallFailed, CallLost, Calls, WorkerPool
 from trainer.sandbox.worker import Handler
 
@@ -40,8 +42,9 @@ class Doing(Handler):
 
     async def later(self, what: str, argument: Any) -> Any:
         self.under_way += 1
-        while what == "meet" and self.under_way < argument:
-            await asyncio.sleep(0.01)
+        while what in ("meet", "stay") and self.under_way < argument:
+            with suppress(*[asyncio.CancelledError] * (what == "stay")):
+                await asyncio.sleep(0.01)
         return self.now(what.removeprefix("async "), argument)
 
     def now(self, what: str, argument: Any) -> Any:
@@ -167,18 +170,28 @@ def test_async_sessions_of_one_process_run_at_the_same_time():
         assert [session.failures for session in sessions] == [0] * 8, "a call waits forever"
 
 
-def test_an_urgent_call_reaches_a_process_that_takes_no_other():
-    alone = Work(["meet", 2], session=True, is_alone=True)
+def test_a_call_that_is_cancelled_ends_alone_and_costs_its_process_only_if_it_goes_on(monkeypatch):
+    monkeypatch.setattr(limits, "CANCEL_S", 0.1)
+    monkeypatch.setattr(limits, "ASYNC_GRACE_S", 0.1)
 
-    async def meet(pool: WorkerPool) -> Any:
+    async def give_up(what: str, count: int) -> list[Any]:
         async with pool.calls() as calls:
-            calls.begin(alone.do(calls))
-            while not pool._workers[0].calls:
+            other = asyncio.ensure_future(calls.ask(Call(["meet", count], is_session=True)))
+            late = asyncio.ensure_future(calls.ask(Call([what, 99], is_session=True)))
+            while len(pool._workers[0].calls) < 2:
                 await asyncio.sleep(0.01)
-            return await calls.ask(Call(["meet", 2], is_session=True, is_urgent=True, worker=pool._workers[0]))
+            late.cancel()
+            await asyncio.wait([late])
+            if what == "stay":
+                return await asyncio.gather(other, return_exceptions=True)
+            while len(pool._workers[0].calls) > 1:
+                await asyncio.sleep(0.01)
+            return [await calls.ask(Call(["meet", count], is_session=True)), await other]
 
     with pool_of(is_concurrent=True) as pool:
-        assert asyncio.run(meet(pool)) and alone.values and not alone.failure
+        (one, _), (other, _) = asyncio.run(give_up("meet", 3))
+        assert one == other, "the same process makes all calls"
+        assert [type(lost) for lost in asyncio.run(give_up("stay", 99))] == [CallLost]
 
 
 def test_a_block_that_is_left_ends_its_calls_and_the_next_one_works(pool):

@@ -80,14 +80,6 @@ def answer(pipe: Connection) -> Any:
     return json.loads(pipe.recv_bytes())
 
 
-def answers(pipe: Connection, numbers: int) -> list[Any]:
-    """Return all messages up to the results of so many calls."""
-    found: list[Any] = []
-    while sum("number" in one for one in found) < numbers:
-        found.append(answer(pipe))
-    return found
-
-
 def test_plain_calls_are_answered_one_by_one_and_a_failure_costs_its_call_alone():
     with served("Letters") as pipe:
         assert answer(pipe) == {"ready": False}
@@ -110,9 +102,9 @@ def test_a_wait_for_ones_turn_does_not_count_and_the_driver_hears_of_it():
     with served("Letters", True) as pipe:
         assert answer(pipe) == {"ready": True}
         ask(pipe, 3, ["queue", "a"])
-        *signs, last = answers(pipe, 1)
-        assert len(signs) >= 2 and all(sign == {"begun": 3} for sign in signs)
-        assert last == {"number": 3, "value": "a", "last": False}
+        begun, ended, last = (answer(pipe) for _ in range(3))
+    assert [begun, ended] == [{"number": 3, "waits": waits} for waits in (True, False)]
+    assert last == {"number": 3, "value": "a", "last": False}
 
 
 def test_a_process_that_user_code_has_forked_does_not_answer():

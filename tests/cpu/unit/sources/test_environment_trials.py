@@ -9,8 +9,8 @@ import pytest
 
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import check_options
-from trainer.environments.preflight import try_environment
 from trainer.errors import UserError
+from trainer.sources.trials import try_environment
 
 OWN = """
 import clashing

@@ -7,8 +7,8 @@ import pytest
 from tests.support.rewards import HOME, attempts, full
 from trainer.config import RewardConfig
 from trainer.errors import UserError
-from trainer.rewards.preflight import try_rewards
 from trainer.rewards.terms import RewardInput
+from trainer.sources.trials import try_rewards
 
 
 def tried(name: str | list[str], *completions: str, **settings) -> None:
