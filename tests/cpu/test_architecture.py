@@ -126,11 +126,11 @@ def test_config_names_no_upper_room():
 
 
 MOST_LINES = {
-    "trainer main jobs __main__ tasks": (1500, 1500),
+    "trainer main jobs __main__ tasks": (1450, 1450),
     "run process": (3350, 2600),
     "sources generation journal environments agents": (11400, 8500),
     "inference": (1150, 900),
-    "rewards": (1200, 900),
+    "rewards": (1100, 900),
     "sandbox": (1400, 1200),
     "objectives algorithms learner workers parallel": (5650, 5400),
     "models": (4950, 3400),

@@ -67,18 +67,21 @@ class AgentRunner(EpisodeRunner):
         self._entered.close()
 
     @contextlib.asynccontextmanager
-    async def together(self) -> AsyncIterator[_Together]:
+    async def together(self) -> AsyncIterator[tuple[Calls, list[str]]]:
+        """Run agents that begin together in the block, and log what some of them have raised after a limit."""
+        errors: list[str] = []
         async with self.pool.calls() as calls:
-            yield (together := _Together(calls))
-        if together.errors:
+            yield calls, errors
+        if errors:
             LOG.warning(
                 "%d agents ended with an error after a limit of their episode, and count as 0; the first: %s",
-                len(together.errors),
-                together.errors[0],
+                len(errors),
+                errors[0],
             )
 
-    async def run(self, request: RolloutRequest, asks: Asks, together: _Together) -> Episode:
+    async def run(self, request: RolloutRequest, asks: Asks, together: tuple[Calls, list[str]]) -> Episode:
         """Run an agent. Its episode ends with it; if this is cancelled, the agent is ended."""
+        calls, errors = together
         loop = asyncio.get_running_loop()
         replies: set[asyncio.Task[None]] = set()
         failures: list[BaseException] = []
@@ -101,7 +104,7 @@ class AgentRunner(EpisodeRunner):
         seed, begin = environment_seed(self.seed, request.group), partial(self.begin, request, submit)
         row, server = request.prompt.row, self.server
         session = AgentSession(row, seed, self.config.timeout_s, begin, server.discard, server.post)
-        ended = loop.create_task(session.run(together.calls))
+        ended = loop.create_task(session.run(calls))
         try:
             await ended
         except asyncio.CancelledError:
@@ -114,7 +117,7 @@ class AgentRunner(EpisodeRunner):
                 task.cancel()
             self.server.discard(session.episode)
         if session.error:
-            together.errors.append(session.error)
+            errors.append(session.error)
         await self.server.settled()  # nothing changes the episode any more
         return self.episode_of(request, session)
 
@@ -154,11 +157,3 @@ class AgentRunner(EpisodeRunner):
             turns=turns,
             answer="" if answer is None else str(answer),
         )
-
-
-class _Together:
-    """Agents that begin together."""
-
-    def __init__(self, calls: Calls):
-        self.calls = calls
-        self.errors: list[str] = []

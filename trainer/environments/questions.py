@@ -13,7 +13,6 @@ from trainer.environments.base import Message, StepResult
 from trainer.environments.calculator import calculator
 from trainer.environments.python_tool import PythonTool
 from trainer.environments.tools import ToolEnvironment
-from trainer.errors import UserError
 from trainer.import_utils import import_function
 from trainer.rewards.functions import REWARDS
 
@@ -54,9 +53,7 @@ class Questions(ToolEnvironment):
     ):
         self._python = python or {}
         self.tools = tuple(map(self._find, tools))
-        if reward not in REWARDS and ":" not in reward:
-            raise UserError(f"reward={reward}: choose {', '.join(REWARDS)}, or an import path")
-        self._reward: Callable[[str, str], Any] = REWARDS.get(reward) or import_function(reward, "reward")
+        self._reward: Callable[[str, str], Any] = REWARDS.get(reward) or import_function(reward, "reward", REWARDS)
         self._keys = prompt_key, answer_key
         if instructions is not None:
             self.instructions = instructions
@@ -68,9 +65,7 @@ class Questions(ToolEnvironment):
             return PythonTool(**self._python).python
         if name == "calculator":
             return calculator
-        if ":" in name:
-            return import_function(name, "environment.kwargs.tools")
-        raise UserError(f"tools={name}: choose calculator, python, or an import path")
+        return import_function(name, "tools", ("calculator", "python"))
 
     @classmethod
     def check_options(cls, **options: Any) -> None:

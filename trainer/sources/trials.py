@@ -45,16 +45,12 @@ def try_sources(cfg: Config, sources: Iterable[str], asks_servers: bool) -> None
     for source in sources:
         own = cfg.of_source(source)
         environment, has_train = own.environment, bool(source) or not cfg.data.mix  # a mix has no data of its own
-        has_rewards = not environment.name and own.task.reward_functions
         used = repr(environment if environment.name else own.reward)
         if used in tried or not (has_train or environment.name):
             continue
         tried.add(used)
         try:
-            if environment.name and not environment.is_agent and asks_servers:
-                _try_environment_of(own, "train" if has_train else "val")
-            elif has_rewards and (asks_servers or REMOTE not in own.reward.names()):
-                _try_rewards_of(own)
+            _try_source(own, "train" if has_train else "val", asks_servers)
         except TrialError as error:
             failed.append(with_keys_of(source, cfg, str(error)))
         except UserError as error:
@@ -63,28 +59,22 @@ def try_sources(cfg: Config, sources: Iterable[str], asks_servers: bool) -> None
         raise TrialError(as_list("the run cannot start:", failed))
 
 
-def _try_environment_of(cfg: Config, split: str) -> None:
-    with stage("trying the environment"):
-        rows = [prompt.row for prompt in load_rows(_first_rows(cfg.data), split).prompts]
-        try_environment(cfg.environment, rows, environment_seed(cfg.trainer.seed, "trial"), cfg.data.answer_key)
-
-
-def _try_rewards_of(cfg: Config) -> None:
-    """Compute the rewards of some reference answers."""
-    with stage("trying the rewards"):
-        examples = read_examples(_first_rows(cfg.data), "train")
-        inputs = [
-            RewardInput(
-                completion=example["answer"],
-                answer=example["answer"],
-                prompt=chat[-1]["content"],
-                messages=[*chat, {"role": "assistant", "content": example["answer"]}],
-                row=example.get("row", example),
-            )
-            for example in examples
-            for chat in [as_messages(example["prompt"], cfg.data.system_prompt)]
-        ]
-        try_rewards(cfg.reward, inputs, cfg.rollout.n)
+def _try_source(cfg: Config, split: str, asks_servers: bool) -> None:
+    """Try the environment of a source, or its rewards with some reference answers."""
+    environment = cfg.environment
+    if environment.name and not environment.is_agent and asks_servers:
+        with stage("trying the environment"):
+            rows = [prompt.row for prompt in load_rows(_first_rows(cfg.data), split).prompts]
+            try_environment(environment, rows, environment_seed(cfg.trainer.seed, "trial"), cfg.data.answer_key)
+    elif not environment.name and cfg.task.reward_functions and (asks_servers or REMOTE not in cfg.reward.names()):
+        with stage("trying the rewards"):
+            inputs = []
+            for example in read_examples(_first_rows(cfg.data), "train"):
+                chat, answer = as_messages(example["prompt"], cfg.data.system_prompt), example["answer"]
+                messages = [*chat, {"role": "assistant", "content": answer}]
+                row = example.get("row", example)
+                inputs.append(RewardInput(answer, answer, chat[-1]["content"], messages, row))
+            try_rewards(cfg.reward, inputs, cfg.rollout.n)
 
 
 def _first_rows(data: DataConfig) -> DataConfig:

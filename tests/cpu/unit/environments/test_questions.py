@@ -76,8 +76,8 @@ def test_columns_tools_and_the_reward_can_be_chosen():
 
 def test_wrong_options_are_refused_before_the_first_episode():
     for options, problem in [
-        ({"tools": ["abacus"]}, "tools=abacus: choose calculator, python, or an import path"),
-        ({"reward": "luck"}, "reward=luck: choose gsm8k"),
+        ({"tools": ["abacus"]}, "tools=abacus: choose one of calculator, python, or an import path"),
+        ({"reward": "luck"}, "reward=luck: choose one of gsm8k"),
         ({"tools": ["python"], "python": {"cpu": 1}}, "the tool python takes modules"),
         ({"tools": ["python"], "python": {"modules": ["no_such"]}}, "No module named 'no_such'"),
     ]:
