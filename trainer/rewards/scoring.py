@@ -55,10 +55,6 @@ class RewardPool(WorkerPool):
         async with self.calls() as calls:
             yield _GroupScoring(self, calls)
 
-    async def score_group(self, inputs: Sequence[RewardInput], calls: Calls) -> Scores:
-        """Return the rewards of completions of one group. One that raises, hangs or is no number has failed."""
-        return aggregate(await self.results(inputs, len(inputs), calls), len(inputs))
-
     async def results(self, inputs: Sequence[RewardInput], n: int, calls: Calls) -> Results:
         """Return the result of each call of each reward. `n`: completions in a group."""
         made = [function.calls(inputs, n) for function in self.functions]
@@ -104,4 +100,5 @@ class _GroupScoring:
     calls: Calls
 
     async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
-        return await self.pool.score_group(inputs, self.calls)
+        """Return the rewards of completions of one group. One that raises, hangs or is no number has failed."""
+        return aggregate(await self.pool.results(inputs, len(inputs), self.calls), len(inputs))
