@@ -21,8 +21,8 @@ from trainer.__main__ import COMMANDS, JOBS
 from trainer.config import Config, compose, valid_keys
 from trainer.config.hydra import compose_flags
 from trainer.config.overrides import parsed, refuse_unread
+from trainer.evaluate.subject import PATH as EVALUATION_TASK
 from trainer.evaluate.subject import parse_words
-from trainer.evaluate.task import PATH as EVALUATION_TASK
 from trainer.objectives import make_objective
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ import sys
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
+from trainer.evaluate.subject import Subject, find_subject
 from trainer.import_utils import import_numpy
 from trainer.process.log_setup import guard_output, show
 
@@ -42,23 +43,18 @@ def main() -> int | None:
         guard_output()
         print(_HELP, end="")
         return 0
-    run_app(_evaluate, "evaluate", begin=_begin)
+    subjects: list[Subject] = []
+
+    def begin(words: list[str]) -> list[str]:
+        subject, overrides = find_subject(words)
+        subjects.append(subject)
+        return overrides
+
+    run_app(lambda cfg: _evaluate(cfg, subjects[0]), "evaluate", begin=begin)
     return None
 
 
-_subjects: list = []
-"""What this process evaluates."""
-
-
-def _begin(words: list[str]) -> list[str]:
-    from trainer.evaluate.subject import find_subject
-
-    subject, overrides = find_subject(words)
-    _subjects[:] = [subject]
-    return overrides
-
-
-def _evaluate(cfg: Config) -> None:
+def _evaluate(cfg: Config, subject: Subject) -> None:
     from trainer.config.hydra import words_given
     from trainer.config.overrides import refuse_unread
     from trainer.metrics.timing import StartUp
@@ -71,7 +67,7 @@ def _evaluate(cfg: Config) -> None:
             from trainer.evaluate.job import run_evaluation
             from trainer.evaluate.results import print_results
             from trainer.parallel.mesh import pick_device
-        results = run_evaluation(cfg, _subjects[0], pick_device(cfg.trainer.device, cfg.engine))
+        results = run_evaluation(cfg, subject, pick_device(cfg.trainer.device, cfg.engine))
     print_results(results)
     show(f"results: {cfg.trainer.run_dir}; `trainer rollouts {cfg.trainer.run_dir}` prints the transcripts")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from dataclasses import dataclass
+from statistics import fmean
+from typing import NamedTuple
 
 from trainer.errors import UserError
 from trainer.evaluate.results import CONTENT, Results, SetResult, print_table, read_results
@@ -15,8 +15,7 @@ _FEW_ROWS = 30
 """Below this number of rows, the mean of their differences is hardly normal, and the interval is rough."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A measure of a set in two evaluations."""
 
     set: str
@@ -45,20 +44,16 @@ def compare(a: Results, b: Results) -> tuple[list[Difference], list[str]]:
         pairs = _common_rows(left, right)
         if len(pairs) < max(len(left.rows), len(right.rows)):
             notes.append(f"{name}: {len(pairs)} rows are in both, of {len(left.rows)} in A and {len(right.rows)} in B")
-        for measure in [measure for measure in left.values if measure in right.values]:
-            values = [
-                (left.values[measure][x], right.values[measure][y])
-                for x, y in pairs
-                if x in left.values[measure] and y in right.values[measure]
-            ]
-            if values:
-                first, second = [x for x, _ in values], [y for _, y in values]
-                means = sum(first) / len(values), sum(second) / len(values)
-                are_shares = not measure.startswith("avg@")
-                difference = paired_difference(first, second, are_shares)
-                differences.append(Difference(name, measure, *means, difference))
         if 0 < len(pairs) < _FEW_ROWS:
             notes.append(f"{name}: {len(pairs)} rows are few; the intervals are rough")
+        for measure in [measure for measure in left.values if measure in right.values]:
+            old, new = left.values[measure], right.values[measure]
+            values = [(old[x], new[y]) for x, y in pairs if x in old and y in new]
+            if values:
+                first, second = zip(*values, strict=True)
+                are_shares = measure == "accuracy" or measure.startswith("pass@")
+                difference = paired_difference(first, second, are_shares)
+                differences.append(Difference(name, measure, fmean(first), fmean(second), difference))
     if not differences:
         raise UserError(
             f"the evaluations have no row in common: A has {_described(a)}, B has {_described(b)}; evaluate both on "
@@ -77,11 +72,12 @@ def _common_rows(a: SetResult, b: SetResult) -> list[tuple[str, str]]:
 
 
 def _numbered(rows: list[str]) -> list[tuple[str, int]]:
-    seen: Counter[str] = Counter()
+    """Return each row with the number of equal rows before it."""
+    seen: dict[str, int] = {}
     numbered = []
     for row in rows:
+        seen[row] = seen.get(row, -1) + 1
         numbered.append((row, seen[row]))
-        seen[row] += 1
     return numbered
 
 
@@ -89,16 +85,15 @@ def _described(results: Results) -> str:
     return ", ".join(f"{name} of {len(result.rows)} rows" for name, result in results.sets.items()) or "no set"
 
 
-def _read(path: str) -> Results:
-    results = read_results(path)
-    if results is None:
-        raise UserError(f"{path}: holds no finished evaluation; trainer evaluate makes one")
-    return results
-
-
-def _print(a: Results, b: Results, differences: list[Difference], notes: list[str]) -> None:
-    show(f"A: {a.subject}")
-    show(f"B: {b.subject}")
+def _print_comparison(args: argparse.Namespace) -> None:
+    found = []
+    for letter, path in (("A", args.a), ("B", args.b)):
+        results = read_results(path)
+        if results is None:
+            raise UserError(f"{path}: holds no finished evaluation; trainer evaluate makes one")
+        show(f"{letter}: {results.subject}")
+        found.append(results)
+    differences, notes = compare(*found)
     rows = [
         (
             one.set,
@@ -122,9 +117,4 @@ def main(argv: list[str] | None = None) -> int:
     parser = ToolParser(prog="trainer evaluate compare", description="Compare two evaluations.")
     parser.add_argument("a", metavar="A", help="directory of an evaluation (trainer.run_dir)")
     parser.add_argument("b", metavar="B", help="directory of another evaluation of the same rows")
-
-    def tool(args: argparse.Namespace) -> None:
-        a, b = _read(args.a), _read(args.b)
-        _print(a, b, *compare(a, b))
-
-    return run_tool(parser, tool, argv)
+    return run_tool(parser, _print_comparison, argv)

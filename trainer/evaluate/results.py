@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from trainer.data.records import encode
 from trainer.data.rollout_io import FOLDER
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
-from trainer.files.documents import Shape, is_count, is_number, parse_object
-from trainer.metrics.estimates import Estimate, mean_estimate
+from trainer.files.documents import parse_object
+from trainer.metrics.estimates import mean_estimate
 from trainer.process.log_setup import escape, show
 
 RESULTS_FILE = "evaluation.json"
@@ -24,23 +23,6 @@ DEFAULT_SET = "default"
 CODE, CONTENT = "code of ", "content of "
 """Beginnings of names in `Results.settings`: the digests of a file that a setting names by import path, and of a set.
 """
-_FORMAT = 1
-_SET: dict[Any, Shape] = {
-    "rows": [str],
-    "completions": is_count,
-    "failures": is_count,
-    "tokens": is_count,
-    "values": {str: {str: is_number}},
-}
-_SHAPE: dict[Any, Shape] = {
-    "format": is_count,
-    "subject": str,
-    "step": is_count,
-    "weights": str,
-    "settings": {str: str},
-    "metrics": {str: is_number},
-    "sets": {str: _SET},
-}
 
 
 @dataclass
@@ -55,12 +37,7 @@ class SetResult:
     tokens: int
     """Tokens that the model has generated."""
     values: dict[str, dict[str, float]]
-    """By measure and index of the row (see `trainer.metrics.estimates`)."""
-
-    def estimate(self, measure: str) -> Estimate | None:
-        """Return a measure with its confidence interval; None: no row has it."""
-        values = list(self.values.get(measure, {}).values())
-        return mean_estimate(values) if values else None
+    """By measure (see `trainer.metrics.estimates`; `reward/<term>` is the mean of a term) and index of the row."""
 
 
 @dataclass
@@ -79,14 +56,12 @@ class Results:
     """By name."""
 
     def write(self, directory: str, fence: Callable[[], None]) -> None:
-        text = json.dumps({"format": _FORMAT, **asdict(self)})
-        write_file(os.path.join(directory, RESULTS_FILE), text, fence)
+        write_file(os.path.join(directory, RESULTS_FILE), json.dumps(asdict(self)), fence)
 
     def differences(self, other: Results) -> list[str]:
         """Return the keys in which two evaluations differ, `model` for other weights."""
         changed = (key for key in self.settings | other.settings if self.settings.get(key) != other.settings.get(key))
-        keys = sorted(changed)
-        return (["model"] if (self.weights, self.step) != (other.weights, other.step) else []) + keys
+        return (["model"] if (self.weights, self.step) != (other.weights, other.step) else []) + sorted(changed)
 
 
 def read_results(directory: str) -> Results | None:
@@ -98,15 +73,13 @@ def read_results(directory: str) -> Results | None:
     path = os.path.join(directory, RESULTS_FILE)
     try:
         with open(path, "rb") as file:
-            found = parse_object(file.read(), _SHAPE)
+            found = Results(**parse_object(file.read(), {"sets": {str: dict}}))
+        found.sets = {name: SetResult(**result) for name, result in found.sets.items()}  # type: ignore[arg-type]
+        return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: is damaged ({error}); delete {directory}, and evaluate again") from error
-    if found.pop("format") != _FORMAT:
-        raise UserError(f"{path}: was written by another version of trainer; evaluate again in another directory")
-    sets = {name: SetResult(**result) for name, result in found.pop("sets").items()}
-    return Results(**found, sets=sets)
 
 
 def write_episodes(
@@ -121,28 +94,20 @@ def write_episodes(
     write_file(os.path.join(directory, FOLDER, f"{name}.arrow"), data, fence)
 
 
-def with_text_keys(values: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
-    """Return the values of rows as JSON has them."""
-    return {measure: {str(row): value for row, value in by_row.items()} for measure, by_row in values.items()}
-
-
 def print_results(results: Results) -> None:
     """Print a table: one line for each measure of each set, with its interval of 95 %."""
     rows = []
     for name, result in results.sets.items():
-        for measure in result.values:
-            if (estimate := result.estimate(measure)) is not None:
-                rows.append((name, str(estimate.rows), measure, *shown(estimate)))
+        for measure, by_row in result.values.items():
+            if by_row:
+                mean = mean_estimate(list(by_row.values()))
+                interval = f"{mean.low:.4g} to {mean.high:.4g}"
+                rows.append((name, str(mean.rows), measure, f"{mean.value:.4g}", interval))
     print_table(("set", "rows", "measure", "value", "95 % interval"), rows)
     for name, result in results.sets.items():
-        mean = result.tokens / max(1, result.completions)
+        length = result.tokens / max(1, result.completions)
         failures = f", {result.failures} failed" if result.failures else ""
-        show(f"{name}: {result.completions} completions of {len(result.rows)} rows, {mean:.1f} tokens each{failures}")
-
-
-def shown(estimate: Estimate) -> tuple[str, str]:
-    """Return the value and the interval of an estimate as text."""
-    return f"{estimate.value:.4g}", f"{estimate.low:.4g} to {estimate.high:.4g}"
+        show(f"{name}: {result.completions} completions of {len(result.rows)} rows, {length:.1f} tokens each{failures}")
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -151,9 +116,7 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for title in titles:
-        table.add_column(title)
+    table = Table(*titles)
     for row in rows:
         table.add_row(*(Text(escape(cell, lines=False)) for cell in row))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)

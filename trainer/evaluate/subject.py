@@ -1,4 +1,4 @@
-"""What `trainer evaluate` evaluates, from the words of its command line."""
+"""What `trainer evaluate` evaluates, from the words of its command line, and what it reads of the config."""
 
 from __future__ import annotations
 
@@ -8,25 +8,58 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer.config import TaskSpec
 from trainer.config.hydra import conf_dir, find_groups, store_recorded
 from trainer.config.overrides import parsed
+from trainer.config.schema import KEYS, MAPPINGS, NAME, SECTIONS
 from trainer.errors import UserError
-from trainer.evaluate.task import EVALUATION, PATH
 from trainer.files.uris import is_url, problem_of
 from trainer.process.log_setup import ToolParser
 
 if TYPE_CHECKING:
     from trainer.checkpoint.manifest import Checkpoint
 
+PATH = f"{__name__}:EVALUATION"
+"""The value of `trainer.task`."""
+READ = (
+    *(f"trainer.{name}" for name in ("task", "run_name", "run_dir", "seed", "device", "deterministic", "ray_address")),
+    *(f"trainer.{name}" for name in ("placement_timeout_s", "max_restarts", "profile", "policy.lora.*")),
+    *(f"model.{name}" for name in ("path", "cache_dir", "check", "trust_remote_code", "chat_template*")),
+    *("reward.*", "environment.*"),
+    *(f"data.{name}" for name in ("val_*", "prompt_key", "answer_key", "messages_key", "synthetic*", "train_size")),
+    "data.system_prompt",
+    *(f"rollout.{name}" for name in ("engine*", "urls", "num_engines", "tensor_parallel_size")),
+    *(f"rollout.{name}" for name in ("max_*_tokens", "temperature", "top_*", "val_n", "dtype", "max_logprob_diff")),
+    *(f"rollout.{name}" for name in ("max_num_seqs", "gpu_memory_utilization")),
+    *("rollout.lora_sync", "rollout.journal", "logger.trace*"),
+)
+"""The keys that an evaluation reads. A new key is refused until it stands here."""
+_OF_RUN = ("trainer.run_name", "trainer.run_dir", "trainer.task", "model.chat_template", "model.chat_template_kwargs")
+"""Keys of `READ` that an evaluation does not take from a run. The tokenizer in a checkpoint has the template."""
 FOLDER = "evaluations"
 """Directory of evaluations: in the run of a checkpoint on a disk, else in `outputs`."""
-_OF_ASSETS = ("model.chat_template", "model.chat_template_kwargs")
-"""Keys that the tokenizer in a checkpoint has applied already."""
-_PER_RUN = ("trainer.run_name", "trainer.run_dir", "trainer.task", "inference.*", *_OF_ASSETS)
-"""Keys that an evaluation does not take from the run, besides those that it does not read."""
-_GIVES_REWARDS = ("rl",)
+
+
+def _build(config: Any) -> NoReturn:
+    raise UserError(f"trainer.task={PATH}: is no training; give the command trainer evaluate")
+
+
+def _is_read(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in READ)
+
+
+def _unused() -> tuple[str, ...]:
+    """Return patterns of all keys that are not read, and of the sections and mappings of which no key is."""
+    keys = [key for key in KEYS if not _is_read(key) and NAME not in key]
+    whole = [name for name in (*SECTIONS, *MAPPINGS) if name and NAME not in name]
+    none = [f"{name}.*" for name in whole if not any(_is_read(key) for key in KEYS if f"{key}.".startswith(f"{name}."))]
+    return (*keys, *none)
+
+
+EVALUATION = TaskSpec(_build, generates=True, trains=False, unused=_unused())
+"""A task that starts no ranks: it generates with the weights that it is given, and changes none."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +85,27 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
         UserError: nothing is named, or it cannot be evaluated.
     """
     path, step, best, rest = parse_words(words)
-    given = {word.lstrip("+~").partition("=")[0] for word in rest if not word.startswith("-")}
+    given = {word.lstrip("+~").partition("=")[0]: word for word in rest}
     if path is not None and "model.path" in given:
         raise UserError(f"{path}: model.path names a model to evaluate, too; leave one of them out")
     if path is None and "model.path" not in given:
         raise UserError("name what to evaluate: a run, a checkpoint, an export, or model.path=PATH")
-    is_run = path is not None and _is_run_or_checkpoint(path)
-    if not is_run:
+    subject = Subject(path or given["model.path"].partition("=")[2])
+    if path is None or not _is_run_or_checkpoint(path):
         if step is not None or best:
             raise UserError("--best and --step choose a checkpoint of a run, and no run is named")
-        name = path or next(word.partition("=")[2] for word in rest if word.lstrip("+").startswith("model.path="))
-        return Subject(name), _words_of_model(path, name, rest, given)
-    assert path is not None
-    from trainer.checkpoint.components import read_config
-    from trainer.checkpoint.inspection import choose_checkpoint
+        chosen, run_dir = _words_of_model(path, subject.name, given), f"outputs/{FOLDER}/{_plain(subject.name)}"
+    else:
+        from trainer.checkpoint.components import read_config
+        from trainer.checkpoint.inspection import choose_checkpoint
 
-    checkpoint, _ = choose_checkpoint(path, step, best)
-    config = read_config(checkpoint)
-    words = _words_of_checkpoint(path, checkpoint, config, rest, given)
-    return Subject(checkpoint.path, checkpoint.step, checkpoint), words
+        checkpoint, _ = choose_checkpoint(path, step, best)
+        config = read_config(checkpoint)
+        subject = Subject(checkpoint.path, checkpoint.step, checkpoint)
+        chosen, run_dir = [_store_config(path, config, given)], _directory_in(path, checkpoint.step, config)
+    own = [f"trainer.task={_quoted(PATH)}", "trainer.run_name=evaluation"]
+    own += [] if {"trainer.run_dir", "trainer.run_name"} & given.keys() else [f"trainer.run_dir={_quoted(run_dir)}"]
+    return subject, [*chosen, *own, *rest]
 
 
 def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, list[str]]:
@@ -83,9 +118,7 @@ def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, lis
     flags = parsed(rest, "evaluate")
     if flags.multirun:
         raise UserError("--multirun: an evaluation is one job; give one command for each")
-    paths = [
-        word for word in flags.overrides if not word.startswith(("+", "~")) and ("=" not in word or _is_path(word))
-    ]
+    paths = [word for word in flags.overrides if _is_path(word)]
     if len(paths) > 1:
         raise UserError(f"{paths[1]}: one model is evaluated at a time, and {paths[0]} is named, too")
     path = (paths[0] if paths[0].endswith("://") else paths[0].rstrip("/") or paths[0]) if paths else None
@@ -93,9 +126,11 @@ def parse_words(words: Sequence[str]) -> tuple[str | None, int | None, bool, lis
 
 
 def _is_path(word: str) -> bool:
-    """Return whether a word with `=` in it is a path, as that of a run of a sweep is, and no override."""
-    name = word.partition("=")[0]
-    return is_url(word) or os.path.exists(word) or "/" in name and not name.startswith("hydra/")
+    """Return whether a word is a path and no override. That of a run of a sweep has `=` in it."""
+    name, equals, _ = word.partition("=")
+    if word.startswith(("+", "~")):
+        return False
+    return not equals or is_url(word) or os.path.exists(word) or "/" in name and not name.startswith("hydra/")
 
 
 def _is_run_or_checkpoint(path: str) -> bool:
@@ -108,18 +143,16 @@ def _is_run_or_checkpoint(path: str) -> bool:
             problem = "is a file" if os.path.exists(path) else "no such directory"
             raise UserError(f"{path}: {problem}; name a run, a checkpoint, an export or the id of a model")
         return False  # the id of a model of the Hub
-    if os.path.exists(os.path.join(path, "adapter_config.json")) and not _has_config(path):
+    is_model = os.path.exists(os.path.join(path, "config.json"))
+    if os.path.exists(os.path.join(path, "adapter_config.json")) and not is_model:
         raise UserError(f"{path}: holds an adapter alone; evaluate the checkpoint, or export it with merged weights")
-    return not _has_config(path)
+    return not is_model
 
 
-def _has_config(path: str) -> bool:
-    return os.path.exists(os.path.join(path, "config.json"))
-
-
-def _words_of_model(path: str | None, name: str, rest: list[str], given: set[str]) -> list[str]:
-    names_data = any(key == "data" or key.startswith(("data.", "experiment")) for key in given)
-    if not names_data and not any(word.startswith("--config") for word in rest):
+def _words_of_model(path: str | None, name: str, given: dict[str, str]) -> list[str]:
+    """Return the overrides that choose a model, and data from files where the command line names files alone."""
+    is_chosen = {"data", "data.synthetic", "experiment", "--config"} & given.keys()
+    if not is_chosen and not any(key.startswith("data.") for key in given):
         is_here = path is None or os.path.isdir(path)
         where = "" if is_here else "no such directory here; if it is a model of the Hub, "
         raise UserError(
@@ -127,52 +160,23 @@ def _words_of_model(path: str | None, name: str, rest: list[str], given: set[str
             "data.val_sets"
         )
     reads_files = any(key == "data.val_files" or key.startswith("data.val_sets") for key in given)
-    is_chosen = {"data", "data.synthetic", "experiment"} & given or any(word.startswith("--config") for word in rest)
     words = ["data=files"] if reads_files and not is_chosen else []
-    words += [f"model.path={_quoted(path)}"] if path is not None else []
-    return [*words, *_own_words(f"outputs/{FOLDER}/{_plain(name)}", given), *rest]
+    return words + ([f"model.path={_quoted(path)}"] if path is not None else [])
 
 
-def _words_of_checkpoint(
-    path: str, checkpoint: Checkpoint, config: dict[str, Any], rest: list[str], given: set[str]
-) -> list[str]:
-    """Store the config of the checkpoint for Hydra; return the overrides that choose it."""
-    for word in rest:
-        if word.startswith("--config"):
-            raise UserError(f"{word}: the config is that of {path}; override keys of it instead")
-    groups = find_groups(conf_dir())
-    for group in groups:
-        if group in given:
-            raise UserError(f"{group}={_value(rest, group)}: the config is that of {path}; override keys of it instead")
-    _check_rewards(path, config, given)
-    recorded_choice = store_recorded(_read_part(config, given))
-    step, recorded = f"global_step_{checkpoint.step}", config.get("trainer", {}).get("run_dir")
-    run_dir = f"outputs/{FOLDER}/{_plain(str(recorded or path))}/{step}"
-    if not is_url(path):
-        of_run = path if not _is_step(path) else posixpath.dirname(posixpath.abspath(path))
-        of_run = posixpath.dirname(of_run) if posixpath.basename(of_run) == "checkpoints" else of_run
-        run_dir = posixpath.join(of_run, FOLDER, step)
-    return [recorded_choice, *_own_words(run_dir, given), *rest]
-
-
-def _is_step(path: str) -> bool:
-    return posixpath.basename(path).startswith("global_step_")
-
-
-def _check_rewards(path: str, config: dict[str, Any], given: set[str]) -> None:
-    """Refuse a run whose rewards come from its task, unless the command names others."""
-    task = config.get("trainer", {}).get("task", "rl")
-    names = {"reward.name", "environment.name"}
-    if task not in _GIVES_REWARDS and not names & given and not config.get("environment", {}).get("name"):
+def _store_config(path: str, config: dict[str, Any], given: dict[str, str]) -> str:
+    """Store what an evaluation reads of the config of a checkpoint for Hydra; return the override that chooses it."""
+    for key in ("--config", "--config-dir", *find_groups(conf_dir())):
+        if key in given:
+            raise UserError(f"{given[key]}: the config is that of {path}; override keys of it instead")
+    task = config["trainer"]["task"]
+    names_rewards = config["environment"]["name"] or {"reward.name", "environment.name"} & given.keys()
+    if task != "rl" and not names_rewards:
         raise UserError(
             f"{path}: the rewards of its task {task} are not known to an evaluation; name one with reward.name=NAME or "
             "environment.name=PATH"
         )
-
-
-def _read_part(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """Return the part of a recorded config that an evaluation reads."""
-    dropped = (*EVALUATION.unused, *_PER_RUN)
+    dropped = (*EVALUATION.unread, *_OF_RUN)
     if "data.val_files" in given and "data.synthetic" not in given:
         dropped += ("data.synthetic", "data.synthetic_args*", "data.val_size")
 
@@ -180,21 +184,22 @@ def _read_part(config: dict[str, Any], given: set[str]) -> dict[str, Any]:
         read = {}
         for name, value in section.items():
             key = f"{prefix}{name}"
-            if any(fnmatchcase(shown, pattern) for shown in (key, f"{key}.") for pattern in dropped):
-                continue
-            read[name] = part(value, f"{key}.") if isinstance(value, dict) else value
+            if not any(fnmatchcase(shown, pattern) for shown in (key, f"{key}.") for pattern in dropped):
+                read[name] = part(value, f"{key}.") if isinstance(value, dict) else value
         return read
 
-    return part(config, "")
+    return store_recorded(part(config, ""))
 
 
-def _own_words(run_dir: str, given: set[str]) -> list[str]:
-    words = [f"trainer.task={_quoted(PATH)}", "trainer.run_name=evaluation"]
-    return words + ([] if {"trainer.run_dir", "trainer.run_name"} & given else [f"trainer.run_dir={_quoted(run_dir)}"])
-
-
-def _value(words: Sequence[str], name: str) -> str:
-    return next(word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == name)
+def _directory_in(path: str, step: int, config: dict[str, Any]) -> str:
+    """Return where the evaluation of a checkpoint goes: into its run on a disk."""
+    if is_url(path):
+        return f"outputs/{FOLDER}/{_plain(config['trainer']['run_dir'])}/global_step_{step}"
+    run = path
+    if posixpath.basename(path).startswith("global_step_"):
+        run = posixpath.dirname(posixpath.abspath(path))
+    run = posixpath.dirname(run) if posixpath.basename(run) == "checkpoints" else run
+    return posixpath.join(run, FOLDER, f"global_step_{step}")
 
 
 def _quoted(text: str) -> str:

@@ -87,7 +87,7 @@ AT_THE_BOUND = [
     ["trainer.ckpt_path=x/c", "trainer.export_path=x/ce"],
     ["trainer.resume_mode=from_path", "trainer.resume_path=x/c/global_step_2", "trainer.ckpt_path=x/c"],
     ["model.path=conf/model", "trainer.export_path=confs"],
-    ['trainer.task="trainer.evaluate.task:EVALUATION"', "model.path=conf/model", "trainer.export_path=conf"],
+    ['trainer.task="trainer.evaluate.subject:EVALUATION"', "model.path=conf/model", "trainer.export_path=conf"],
 ]
 
 
@@ -119,14 +119,13 @@ def test_other_names_of_runs_are_accepted(name):
 @pytest.mark.parametrize(
     "names, problem",
     [
-        (["rolout.n"], "no key or section rolout.n; did you mean rollout.n, or"),
-        (["rollout.m"], "no key or section rollout.m; docs/config.md lists the keys of rollout"),
-        (["rollout.n", "nothing"], "no key or section nothing"),
-        (["rollout.n.x"], "no key or section rollout.n.x"),
-        (["trainer."], "no key or section trainer."),
-        (["*"], r"no key or section \*"),
-        (["algorithm.options.sharpness"], "no key or section .*sharpness; name algorithm.options as a whole"),
-        (["rollout.engine_args.dtype"], "name rollout.engine_args as a whole"),
+        (["rolout.n"], "rolout.n: no such key; did you mean rollout.n, or"),
+        (["rollout.m"], "rollout.m: no such key; docs/config.md lists the keys of rollout"),
+        (["rollout.n", "nothing"], ": nothing: no such key"),
+        (["rollout.n.x"], ": rollout.n.x: no such key"),
+        (["trainer."], ": trainer.: no such key"),
+        (["*"], r": \*: no such key"),
+        (["algorithm.options.sharpness"], ": algorithm.options.sharpness: no such key"),
     ],
 )
 def test_allowed_changes_must_name_keys_or_sections(names, problem):

@@ -46,7 +46,13 @@ def test_the_verdict_says_whether_chance_may_have_made_the_difference():
         for one in found:
             one.sets["math"].rows = names
         differences, notes = compare(*found)
-        assert [one.measure for one in differences] == ["accuracy", "avg@4", "pass@2", "pass@4"] and not notes
+        assert [one.measure for one in differences] == [
+            "accuracy",
+            "avg@4",
+            "pass@2",
+            "pass@4",
+            "reward/speed",
+        ] and not notes
         return differences[0].verdict
 
     assert verdict((1, 0.5), (2, 0.6)) == "B is higher" and verdict((1, 0.6), (2, 0.5)) == "B is lower"

@@ -10,10 +10,9 @@ import pytest
 
 from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
-from trainer.checkpoint.lock import RunLock
 from trainer.config import compose
 from trainer.errors import UserError, sentences_of
-from trainer.evaluate.job import _check_sources, _Evaluating, run_evaluation
+from trainer.evaluate.job import _check_sources, _earlier, _planned, run_evaluation
 from trainer.evaluate.results import SetResult
 from trainer.evaluate.subject import Subject
 from trainer.models.tiny import TinyShape, build_tiny
@@ -87,6 +86,8 @@ def test_a_killed_evaluation_continues_with_what_was_finished(words, tmp_path):
     first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("killed", "whole"))
     assert first == second and set(first["sets"]["default"]["values"]["accuracy"]) == {str(i) for i in range(ROWS)}
     assert set(first["metrics"]) >= {"val/accuracy", "val/reward/mean", "val/pass@2"}
+    for name in ("default", "more"):
+        assert set(first["sets"][name]["values"]["reward/score"]) == set(first["sets"][name]["values"]["accuracy"])
     assert set(first["metrics"]) >= {"val/more/accuracy", "val/more/avg@4", "val/more/pass@2", "val/more/pass@4"}
     for file in ("rollouts/default.arrow", "rollouts/more.arrow"):
         assert (tmp_path / "killed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
@@ -166,13 +167,13 @@ def test_results_of_other_rows_or_other_code_are_not_taken_for_new_ones(model, t
     words = ["data.train_files=[t.jsonl]", "data.val_files=[val.jsonl]", "data.val_sets.more.files=[more.jsonl]"]
     words += [f"model.path={model}", f"trainer.run_dir={tmp_path}/done"]
     words += ["data.val_sets.more.reward.name=edited_reward:score"]
-    evaluating = _Evaluating(compose(words), Subject("tiny"), "cpu", RunLock(f"{tmp_path}/done", 60, "", ""))
-    results = evaluating._new_results()
-    assert evaluating._earlier(results) is None
+    cfg, done = compose(words), f"{tmp_path}/done"
+    results = _planned(cfg, Subject("tiny"))
+    assert _earlier(done, results) is None
     results.sets["more"] = SetResult(["row"], 1, 0, 1, {})
     (tmp_path / "done").mkdir(exist_ok=True)
-    results.write(f"{tmp_path}/done", lambda: None)
-    assert evaluating._earlier(evaluating._new_results()) == results
+    results.write(done, lambda: None)
+    assert _earlier(done, _planned(cfg, Subject("tiny"))) == results
     for file, text, named in (
         ("more.jsonl", '{"prompt": "p", "answer": "b"}\n', "content of more"),
         ("val.jsonl", '{"prompt": "p", "answer": "a"}\n' * 2, "content of default"),
@@ -181,5 +182,5 @@ def test_results_of_other_rows_or_other_code_are_not_taken_for_new_ones(model, t
         before = (tmp_path / file).read_text()
         (tmp_path / file).write_text(text)
         with pytest.raises(UserError, match=f"another evaluation of tiny, with another {named}; name another dir"):
-            evaluating._earlier(evaluating._new_results())
+            _earlier(done, _planned(cfg, Subject("tiny")))
         (tmp_path / file).write_text(before)

@@ -7,13 +7,18 @@ import pytest
 from trainer.data.rollout_io import main as print_rollouts
 from trainer.episodes import Episode
 from trainer.errors import UserError
-from trainer.evaluate.results import Results, SetResult, print_results, read_results, with_text_keys, write_episodes
-from trainer.metrics.estimates import row_values
+from trainer.evaluate.job import _values_of
+from trainer.evaluate.results import Results, SetResult, print_results, read_results, write_episodes
 
 
 def results(*rewards: list[float], rows: str = "abcdefgh", **fields) -> Results:
     """An evaluation with one set, whose rows have these rewards."""
-    values = with_text_keys(row_values(rewards, 1.0))
+    episodes = [
+        Episode(f"{row}:{i}", str(row), [], reward, {"speed": reward / 2})
+        for row, given in enumerate(rewards)
+        for i, reward in enumerate(given)
+    ]
+    values = _values_of(episodes, len(rewards[0]), 1.0)
     found = SetResult(list(rows[: len(rewards)]), sum(map(len, rewards)), 0, 12, values)
     usual = {"subject": "run", "step": 3, "weights": "w", "settings": {"a": "1"}, "sets": {"math": found}}
     return Results(**{**usual, **fields})
@@ -43,6 +48,7 @@ def test_the_table_has_each_measure_with_its_interval(capsys):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any("math │ 3 │ accuracy │ 0.5 │" in line for line in lines)
     assert any("│ pass@2 │ 0.6667 │ 0.2077 to 0.9385 │" in line for line in lines), lines
+    assert any("│ reward/speed │ 0.25 │" in line for line in lines), "the terms of the rewards"
     assert lines[-1] == "math: 6 completions of 3 rows, 2.0 tokens each"
 
 

@@ -12,8 +12,7 @@ from tests.support.odd_files import config, open_run
 from trainer.checkpoint.storage import open_storage
 from trainer.config import compose
 from trainer.errors import UserError
-from trainer.evaluate.subject import find_subject
-from trainer.evaluate.task import PATH
+from trainer.evaluate.subject import PATH, find_subject
 
 
 def model(path: Path, name: str = "config.json") -> str:

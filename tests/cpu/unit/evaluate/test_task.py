@@ -11,7 +11,7 @@ from trainer.cluster.resources import check_gpus, rank_groups
 from trainer.config import compose
 from trainer.config.overrides import refuse_unread
 from trainer.errors import UserError
-from trainer.evaluate.task import PATH, READ
+from trainer.evaluate.subject import PATH, READ
 from trainer.tasks import build_task
 
 
