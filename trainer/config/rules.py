@@ -23,8 +23,7 @@ from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_err
 from trainer.config.logger import SERVICES, LoggerConfig
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
-from trainer.config.schema import Config, instead_of, is_name
-from trainer.config.trainer import AXES
+from trainer.config.schema import Config, is_name, no_such_key
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
 
@@ -74,17 +73,6 @@ def _rules_of(section: str) -> Callable[[Callable[[Config], Rules]], Callable[[C
     return check_of
 
 
-@_rules_of("")
-def check_names(config: Config) -> Rules:
-    """Names of keys and numbers of steps that the run does not have."""
-    for allowed in config.trainer.allow_config_change:
-        if not is_name(allowed) and allowed not in [role.key for role in config.roles]:
-            yield True, "trainer.allow_config_change", f"there is no key or section {allowed}; {instead_of(allowed)}"
-    for late in (step for step in config.trainer.profile if step > config.total_steps):
-        problem = f"the run ends with step {config.total_steps}, before step {late}; choose steps of the run"
-        yield True, "trainer.profile", problem
-
-
 # --- trainer ---
 
 
@@ -112,6 +100,9 @@ def check_trainer(config: Config) -> Rules:
     problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
     yield t.load_components and not forks, "trainer.load_components", problem
     yield not _is_time(t.deadline), "trainer.deadline", "must be a time such as 2026-11-21T18:00"
+    for name in t.allow_config_change:
+        if not is_name(name) and name not in [role.key for role in config.roles]:
+            yield True, "trainer.allow_config_change", no_such_key(name)
 
 
 def _is_time(text: str | None) -> bool:
@@ -123,22 +114,26 @@ def _is_time(text: str | None) -> bool:
 
 def _layout(config: Config) -> Rules:
     t = config.trainer
-    used = {axis.key: axis for axis in AXES.values() if axis.key and getattr(t, axis.key) > 1}
-    product = " x ".join(f"trainer.{key}={getattr(t, key)}" for key in used)
+    product = " x ".join(f"trainer.{key}={size}" for key, size in t.layout.items() if size > 1)
     yield t.num_workers % t.layout_size, "trainer.num_workers", f"must be a multiple of {product}"
     is_outside = t.min_world_size is not None and not t.layout_size <= t.min_world_size <= t.num_workers
     yield is_outside, "trainer.min_world_size", f"must be from {t.layout_size} to trainer.num_workers={t.num_workers}"
-    is_uncompilable = t.deterministic or any(axis.uncompilable for axis in used.values())
-    roles = [role for role in config.roles if role.sharding.compile] if is_uncompilable else []
-    compiled = [f"{role.setting('sharding')}.compile=True" for role in roles]
-    if compiled and t.deterministic:
-        problem = "what a kernel is compiled to depends on the sizes that a process meets first; leave it out"
-        raise UserError(f"{compiled[0]}: cannot be combined with trainer.deterministic=True: {problem}")
-    for key, axis in used.items():
-        needs = axis.attention not in ("", config.model.attn_implementation)
-        yield needs, f"trainer.{key}", f"needs model.attn_implementation={axis.attention}"
-        if compiled and axis.uncompilable:
-            raise UserError(f"{compiled[0]}: cannot be combined with trainer.{key}: {axis.uncompilable}")
+    is_shared = t.context_parallel_size > 1
+    needs = is_shared and config.model.attn_implementation != "sdpa"
+    yield needs, "trainer.context_parallel_size", "needs model.attn_implementation=sdpa"
+    uncompilable = {
+        "trainer.deterministic=True: what a kernel is compiled to depends on the sizes that a process meets first; "
+        "leave it out": t.deterministic,
+        "trainer.context_parallel_size: its ranks communicate inside a block": is_shared,
+        # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not an
+        # OpOverload").
+        "trainer.tensor_parallel_size: torch 2.13 fails to compile blocks that several ranks share for any number of "
+        "tokens": t.tensor_parallel_size > 1,
+    }
+    for other in filter(uncompilable.get, uncompilable):
+        for role in config.roles:
+            if role.sharding.compile:
+                raise UserError(f"{role.setting('sharding')}.compile=True: cannot be combined with {other}")
 
 
 def _paths(config: Config) -> Rules:

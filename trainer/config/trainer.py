@@ -1,97 +1,15 @@
-"""`trainer.*`: the run, its steps, its ranks and the axes along which they are arranged, and what is saved when."""
+"""`trainer.*`: the run, its steps, its ranks, and what is saved when."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from trainer.config.fields import (
-    LARGEST_SEED,
-    LONGEST_TIME,
-    ResumeRule,
-    Section,
-    choice,
-    choices,
-    number,
-    numbers,
-    open_section,
-    setting,
-    subsection,
-)
+from trainer.config.fields import LARGEST_SEED, LONGEST_TIME, ResumeRule, Section, setting, subsection
 from trainer.config.model import CriticConfig, PolicyConfig
 
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis. The defaults are those of ranks that repeat each other's work."""
-
-    key: str = ""
-    """The key of its size in the section `trainer`. Empty: the ranks that the other axes leave."""
-    same_rows: bool = True
-    """Ranks along it compute the same rows of a batch."""
-    shards_weights: bool = False
-    """FSDP2 shards the weights along it."""
-    joins_blocks: bool = False
-    """Ranks along it communicate inside a block. Then blocks are compiled only if the user says so."""
-    uncompilable: str = ""
-    """Why blocks cannot be compiled, as the end of a sentence. Empty: they can."""
-    attention: str = ""
-    """The `model.attn_implementation` that it needs. Empty: any."""
-
-
-AXES: dict[str, Axis] = {
-    "dp_replicate": Axis("dp_replicate", same_rows=False),
-    "dp_shard": Axis(same_rows=False, shards_weights=True),
-    "cp": Axis(
-        "context_parallel_size",
-        shards_weights=True,
-        joins_blocks=True,
-        uncompilable="its ranks communicate inside a block",
-        attention="sdpa",
-    ),
-    "tp": Axis(
-        "tensor_parallel_size",
-        joins_blocks=True,
-        # Sizes of their DTensors are maxima of symbols, for which Inductor has no code ("_nary_sym_max is not an
-        # OpOverload").
-        uncompilable="torch 2.13 fails to compile blocks that several ranks share for any number of tokens",
-    ),
-}
-"""The axes, by the names that PyTorch gives them."""
-
-
-def axis_sizes(trainer: Any, ranks: int | None = None) -> dict[str, int]:
-    """Return the size of each axis, by name.
-
-    Args:
-        trainer: the section `trainer`.
-        ranks: number of ranks of a role. None: as few as the sizes in the config allow.
-    """
-    for name, axis in AXES.items():
-        assert not axis.key or hasattr(trainer, axis.key), f"the axis {name}: TrainerConfig has no key {axis.key}"
-    least = math.prod(getattr(trainer, axis.key) for axis in AXES.values() if axis.key)
-    ranks = least if ranks is None else ranks
-    assert ranks % least == 0, f"{ranks} ranks cannot form axes of {least}"
-    return {name: getattr(trainer, axis.key) if axis.key else ranks // least for name, axis in AXES.items()}
-
-
-def weight_shards(sizes: Mapping[str, int]) -> int:
-    """Return the number of ranks over which FSDP2 shards a parameter. `sizes`: of each axis."""
-    return math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
-
-
-def axes_in_rank_order() -> list[str]:
-    """Return the names of the axes in the order in which ranks are numbered, the fastest axis last.
-
-    Axes with the same rows are the fastest, so ranks with the same rows are neighbours. Axes that FSDP2 shards over are
-    neighbours, too. Among axes of one kind, the order is that of the table.
-    """
-    return sorted(AXES, key=lambda name: (AXES[name].same_rows, AXES[name].same_rows != AXES[name].shards_weights))
-
-
 LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
+LAYOUT_KEYS = ("dp_replicate", "context_parallel_size", "tensor_parallel_size")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
 
@@ -106,37 +24,37 @@ class TrainerConfig(Section):
     """Plain name of the run, without slashes. It is part of `run_dir` and of the name in W&B."""
     run_dir: str = setting("outputs/${trainer.run_name}${sweep_suffix:}", resume="harmless")
     """Directory of the run. In a `-m` sweep each job's overrides are appended."""
-    seed: int = number(
+    seed: int = setting(
         1,
         at_least=0,
         at_most=LARGEST_SEED,
         resume=ResumeRule("never", "every random draw of the run depends on it", ("data",)),
     )
     """Seed of every random draw of the run."""
-    total_steps: int = number(140, at_least=1, resume="harmless")
+    total_steps: int = setting(140, at_least=1, resume="harmless")
     """Number of steps after which the run is finished."""
-    num_workers: int = number(1, at_least=1, resume="rounding")
+    num_workers: int = setting(1, at_least=1, resume="rounding")
     """Number of FSDP2 ranks: GPUs, or processes on CPU."""
-    min_world_size: int | None = number(None, at_least=1, resume="harmless")
+    min_world_size: int | None = setting(None, at_least=1, resume="harmless")
     """If the cluster of `ray_address` has no capacity for `num_workers` ranks, at the start or after the loss of a
     node, the job takes fewer ranks, but at least this number. null: it never takes fewer."""
     excluded_nodes: list[str] = setting(default_factory=list, resume="harmless")
     """Addresses of nodes of the cluster of `ray_address` that this run does not use."""
-    dp_replicate: int = number(1, at_least=1, resume="rounding")
+    dp_replicate: int = setting(1, at_least=1, resume="rounding")
     """HSDP: the ranks form this many replicas of the model, each sharded over `num_workers / dp_replicate` ranks."""
-    context_parallel_size: int = number(1, at_least=1, resume="rounding")
+    context_parallel_size: int = setting(1, at_least=1, resume="rounding")
     """Ranks that share the tokens of a micro-batch, for long sequences: each computes a part of the tokens and, in the
     attention, a part of the heads (Ulysses). It divides the number of attention heads."""
-    tensor_parallel_size: int = number(1, at_least=1, resume="rounding")
+    tensor_parallel_size: int = setting(1, at_least=1, resume="rounding")
     """Ranks that share each matrix of a model, by the model's own Hugging Face plan. It divides the numbers of
     attention heads, of key and value heads, and of tokens in the vocabulary."""
-    device: str = choice("auto", ("auto", "cpu", "cuda"), resume="rounding")
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="rounding")
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has it and the installed vLLM can use it."""
     deterministic: bool = setting(False, resume="rounding")
     """Make runs on GPUs repeat to the last bit: ranks and engines use deterministic kernels, vLLM computes a sequence
     in the same way in any batch, and requests go to engines by plan, not by which engine is free first. It costs speed.
     Runs on CPU repeat without it."""
-    offload: str = choice("none", ("none", "optimizer", "all"), resume="harmless")
+    offload: str = setting("none", choices=("none", "optimizer", "all"), resume="harmless")
     """What ranks move to host memory while engines on the same GPUs generate, and of a role also while another is
     trained: nothing, the `optimizer`'s states, or `all` (weights too). In a step, states cross PCIe twice, the policy's
     weights three times, with a critic four times. Needs `rollout.colocate`."""
@@ -144,26 +62,26 @@ class TrainerConfig(Section):
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
     plain processes of this machine in place of Ray, for debugging; their output goes to the terminal. Numbers,
     checkpoints and resumes are the same."""
-    placement_timeout_s: float | None = number(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
+    placement_timeout_s: float | None = setting(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """The longest time, in seconds, that the job waits for capacity in the cluster of `ray_address`. Set it if nodes
     are added during the wait, because that can take minutes. At its start, a job with `min_world_size` waits as long
     for the capacity of all ranks before it takes fewer. After a failure it waits 10 seconds for that. null: 60 seconds,
     but a cluster that is too small ends the job immediately, and 10 seconds before it takes fewer ranks."""
-    max_restarts: int = number(3, at_least=0, resume="harmless")
+    max_restarts: int = setting(3, at_least=0, resume="harmless")
     """Number of times within an hour that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the
     job."""
-    divergence_limits: dict[str, float] = open_section(resume="harmless")
+    divergence_limits: dict[str, float] = setting(default_factory=dict, is_open=True, resume="harmless")
     """Metrics with limits, such as `+trainer.divergence_limits={policy/kl:1.0,policy/grad_norm:100}`. If a metric stays
     above its limit for 3 steps in a row, the run has diverged: it ends with status 3, and its
     message says how to go back. Empty: never."""
-    train_batch_size: int = number(64, at_least=1, resume="rollouts")
+    train_batch_size: int = setting(64, at_least=1, resume="rollouts")
     """Prompts per step; for a task whose groups are no completions of a prompt, groups."""
-    mini_batch_size: int = number(32, at_least=1, resume="update")
+    mini_batch_size: int = setting(32, at_least=1, resume="update")
     """Prompts per optimizer step; groups, as for `train_batch_size`."""
-    update_epochs: int = number(1, at_least=1, resume="update")
+    update_epochs: int = setting(1, at_least=1, resume="update")
     """Passes over the experience of a step."""
-    max_tokens_per_micro_batch: int = number(16384, at_least=1, resume="rounding")
+    max_tokens_per_micro_batch: int = setting(16384, at_least=1, resume="rounding")
     """Largest number of tokens in one forward pass of a rank. The sequences follow one another without padding, and a
     prompt that several share is computed once, and counts once, with `model.attn_implementation=sdpa` and `pack`. A
     longer sequence is processed alone. Ranks along the axis of `context_parallel_size` take so many together for each
@@ -171,11 +89,11 @@ class TrainerConfig(Section):
     pack: bool = setting(True, resume="rounding")
     """Put several sequences into one row. false: each forward pass has one sequence, and attends as the model's own
     class does, through its own mask. It is slower, and trains models whose sequences do not stay apart in a row."""
-    profile: list[int] = numbers(at_least=1, resume="harmless")
+    profile: list[int] = setting(default_factory=list, at_least=1, resume="harmless")
     """Steps that torch's profiler records, such as `[5,20]`: what ranks compute. The files are in
     `{run_dir}/profile/step_N`, on the machine of the rank, on GPUs with a snapshot of its memory. It slows these steps
     down; numbers stay the same."""
-    val_interval: int = number(10, at_least=1, off=-1, resume="harmless")
+    val_interval: int = setting(10, at_least=1, off=-1, resume="harmless")
     """Validate every this many steps and after the last step; a run that generates, also the initial weights, as step
     0. -1: never."""
     ckpt_path: str = setting("${trainer.run_dir}/checkpoints", resume="harmless")
@@ -186,39 +104,39 @@ class TrainerConfig(Section):
     """With `ckpt_path` in an object store: a directory that all ranks see, where checkpoints are committed first. They
     are uploaded while training continues. If all ranks are on one machine, it may be on its disk, or in its memory
     (`/dev/shm/…`). null: checkpoints go straight to `ckpt_path`."""
-    ckpt_interval: int | str = number(10, at_least=1, off=-1, resume="harmless")
+    ckpt_interval: int | str = setting(10, at_least=1, off=-1, resume="harmless")
     """Steps between checkpoints. -1: do not save by steps. `auto`: save by time, at the interval that loses least,
     given the measured cost of a save and a failure every 4 hours (Young, 1974; Daly, 2006). Whatever the value, the
     last step is saved, and the step after which the job is asked to stop."""
-    max_ckpts_to_keep: int = number(-1, at_least=1, off=-1, resume="harmless")
+    max_ckpts_to_keep: int = setting(-1, at_least=1, off=-1, resume="harmless")
     """Number of newest checkpoints to keep. -1: all. The newest checkpoint, and the one the run resumed from, are
     never deleted."""
-    keep_best: int = number(0, at_least=0, resume="harmless")
+    keep_best: int = setting(0, at_least=0, resume="harmless")
     """Also keep this many checkpoints with the best `best_metric`."""
     best_metric: str = setting("val/accuracy", resume="harmless")
     """Metric of the best step, and of `keep_best`, which goes by its value at the step of the checkpoint. The highest
     value is the best; with a minus before the name, such as `-policy/kl`, the lowest. A task that measures no accuracy
     puts a metric of its own in the place of `val/accuracy`: `sft` the lowest `val/loss`."""
-    resume_mode: str | None = choice(None, (None, "none", "latest", "from_path"), resume="harmless")
+    resume_mode: str | None = setting(None, choices=(None, "none", "latest", "from_path"), resume="harmless")
     """`latest`: resume from the newest valid checkpoint in `ckpt_path`, or start a new run if there is none (one
     command for the first start and every restart). `from_path`: fork from `resume_path`. `none` or null: start a new
     run."""
     resume_path: str | None = setting(None, resume="harmless")
     """With `resume_mode=from_path`: the `global_step_N` directory of another run to fork from. Restarted with
     the same command, the fork continues from its own newest checkpoint."""
-    load_components: list[str] = choices(LOAD_COMPONENTS, resume="harmless")
+    load_components: list[str] = setting(default_factory=list, choices=LOAD_COMPONENTS, resume="harmless")
     """What a fork loads, any of `weights`, `optimizer` (with its schedule), `rng`, `data` (the position in the data)
     and `state` (step, counters, best metric). Empty: all."""
     allow_config_change: list[str] = setting(default_factory=list, resume="harmless")
     """Keys, or sections, that may differ from the config of the checkpoint to resume from."""
-    on_resume_mismatch: str = choice("warn", ("warn", "stop"), resume="harmless")
+    on_resume_mismatch: str = setting("warn", choices=("warn", "stop"), resume="harmless")
     """What to do if a replayed step differs from the metrics that the killed run logged: `warn` or `stop`."""
     deadline: str | None = setting(None, resume="harmless")
     """Save and exit before this time, such as `2026-11-21T18:00` (ISO 8601). null: before the end of the Slurm job, if
     there is one."""
-    hf_save_interval: int = number(-1, at_least=1, off=-1, resume="harmless")
+    hf_save_interval: int = setting(-1, at_least=1, off=-1, resume="harmless")
     """Steps between exports in Hugging Face format. -1: no exports."""
-    hf_save_lora: str = choice("merged", ("merged", "adapter"), resume="harmless")
+    hf_save_lora: str = setting("merged", choices=("merged", "adapter"), resume="harmless")
     """What an export of a policy with adapters contains: `merged` weights, or the `adapter` alone, as peft reads it."""
     export_path: str = setting("${trainer.run_dir}/exports", resume="harmless")
     """Directory of the exports, or a prefix in an object store; each is written to `global_step_N/policy` in it."""
@@ -228,6 +146,11 @@ class TrainerConfig(Section):
     """The critic. Only if a function of `algorithm` reads `values`, as `gae` does."""
 
     @property
+    def layout(self) -> dict[str, int]:
+        """The sizes whose product divides the number of ranks, by key."""
+        return {key: getattr(self, key) for key in LAYOUT_KEYS}
+
+    @property
     def layout_size(self) -> int:
         """The number of ranks is a multiple of this."""
-        return math.prod(axis_sizes(self).values())
+        return math.prod(self.layout.values())

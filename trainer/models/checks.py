@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import Config
 from trainer.config.fields import config_error
-from trainer.config.trainer import AXES, axis_sizes
 from trainer.errors import UserError, one_line
 from trainer.models.files import load_config, load_trained_config, resolve_model_path
 from trainer.models.heads import check_head
+from trainer.parallel.axes import AXES, axis_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import FSDPConfig
-from trainer.config.trainer import AXES
+from trainer.parallel.axes import AXES
 
 _EXPENSIVE = {
     f"{namespace}::{name}"

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config.engines import EngineSpec
-from trainer.config.trainer import AXES, axes_in_rank_order
 from trainer.import_utils import user_code
+from trainer.parallel.axes import AXES
 from trainer.parallel.collectives import AxisGroup
 from trainer.process.startup import importing
 
@@ -160,11 +160,9 @@ class Layout:
         self.device = device
         self.rank = dist.get_rank()
         self.sizes = dict(sizes)
-        self._order = axes_in_rank_order()
-
-        used = [name for name in self._order if sizes[name] > 1]
+        used = [name for name in AXES if sizes[name] > 1]
         copied = [name for name in used if not AXES[name].same_rows and not AXES[name].shards_weights]
-        sharded = [name for name in self._order if AXES[name].shards_weights and (name in used or not AXES[name].key)]
+        sharded = [name for name in AXES if AXES[name].shards_weights and (name in used or not AXES[name].key)]
         others = [name for name in used if AXES[name].same_rows and not AXES[name].shards_weights]
         fsdp = [names for names in (copied, sharded) if names]
         dims = {"_".join(names): math.prod(sizes[name] for name in names) for names in (*fsdp, *([o] for o in others))}
@@ -175,8 +173,8 @@ class Layout:
 
     def _group(self, axis: str) -> AxisGroup:
         """Return the ranks along an axis. A collective."""
-        ranks = torch.arange(dist.get_world_size()).view([self.sizes[name] for name in self._order])
-        lines = ranks.movedim(self._order.index(axis), -1).reshape(-1, self.sizes[axis])
+        ranks = torch.arange(dist.get_world_size()).view([self.sizes[name] for name in AXES])
+        lines = ranks.movedim(list(AXES).index(axis), -1).reshape(-1, self.sizes[axis])
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
         assert group is not None
         return AxisGroup(group, dist.get_rank(group), self.sizes[axis])

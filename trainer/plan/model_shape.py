@@ -20,7 +20,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.config import LM, Config, RoleSpec
-from trainer.config.trainer import AXES
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line, why_missing, with_retries
 from trainer.models.attention import can_pack, is_stateful
@@ -28,6 +27,7 @@ from trainer.models.checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.files import check_sizes, load_trained_config
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.tiny import TinyShape, tiny_config
+from trainer.parallel.axes import AXES
 from trainer.parallel.shard import param_dtype, transformer_blocks
 
 _SHAPES = os.path.join(os.path.dirname(__file__), "shapes")

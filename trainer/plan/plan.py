@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from trainer.cluster.resources import check_gpus, rank_groups
 from trainer.config import Config
-from trainer.config.trainer import axis_sizes
 from trainer.errors import UserError, format_size
 from trainer.files.shared_memory import SHARED_MEMORY
+from trainer.parallel.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine, engine_problem, plan_engine
 from trainer.plan.hardware import CONTEXT_BYTES, DRIVER_BYTES, GB, PROCESS_BYTES, STORAGE, Cluster
 from trainer.plan.model_shape import ModelShape, shape_of

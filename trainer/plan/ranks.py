@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trainer.config import Config, FSDPConfig, RoleSpec
-from trainer.config.trainer import weight_shards
 from trainer.parallel.ac_and_compile import compiles_blocks
+from trainer.parallel.axes import AXES
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.plan.activations import Activations, head_bytes, trace
 from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
@@ -202,7 +203,7 @@ def plan_role(
     compiled = compiles_blocks(spec.sharding, device, sizes, cfg.trainer.deterministic)
     of_loss = "gradient" if cfg.algorithm.entropy_coef > 0 else "value"
     entropy = of_loss if cfg.task.generates else None
-    shards = weight_shards(sizes)
+    shards = math.prod(size for name, size in sizes.items() if AXES[name].shards_weights)
     return PlannedRole(spec, model, itemsize, shards, update, scores, rows, device, entropy, sizes["cp"], compiled)
 
 

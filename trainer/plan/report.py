@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
-from trainer.config.trainer import axis_sizes
 from trainer.models.verdicts import read_verdict, verdict_file
+from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import GB
 from trainer.plan.layouts import Changes, Layout
 from trainer.plan.plan import Plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.config import Config
-from trainer.config.trainer import axis_sizes
+from trainer.parallel.axes import axis_sizes
 from trainer.plan.engines import PlannedEngine
 from trainer.plan.hardware import (
     BLOCK_S,

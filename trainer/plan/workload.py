@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.config import Config, RoleSpec, correction_of
-from trainer.config.trainer import AXES
+from trainer.parallel.axes import AXES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from trainer.config import Config, TrainerConfig
 from trainer.config.fields import walk_keys
 from trainer.config.model import SEED_OF_TINY
 from trainer.config.schema import without_source
-from trainer.config.trainer import AXES, PROCESSES
+from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
 from trainer.models.files import cache_directory
@@ -84,7 +84,7 @@ def _config(cfg: Config) -> Config:
         val_interval=-1,
         deadline=cfg.trainer.deadline,
         num_workers=cfg.trainer.num_workers,
-        **{axis.key: getattr(cfg.trainer, axis.key) for axis in AXES.values() if axis.key and not axis.same_rows},
+        dp_replicate=cfg.trainer.dp_replicate,
         device=cfg.trainer.device,
         ray_address=cfg.trainer.ray_address or PROCESSES,  # no Ray for a minute
     )

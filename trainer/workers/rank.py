@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
-from trainer.config.trainer import axis_sizes
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_model
 from trainer.models.model_check import check_model
 from trainer.objectives.base import GROUP, Objective, make_objective
+from trainer.parallel.axes import axis_sizes
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.load_balancing import Share, divide
 from trainer.parallel.mesh import Layout, SideGroup, init_process_group, listen

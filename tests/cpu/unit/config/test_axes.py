@@ -9,8 +9,9 @@ import pytest
 from trainer.config import Config, FSDPConfig, RoleSpec, policy_role
 from trainer.config.rules import check_trainer
 from trainer.config.tasks import TASKS, find_task
-from trainer.config.trainer import AXES, Axis, axes_in_rank_order, axis_sizes
+from trainer.config.trainer import LAYOUT_KEYS
 from trainer.errors import UserError
+from trainer.parallel.axes import AXES, axis_sizes
 
 
 def config(**trainer) -> Config:
@@ -25,17 +26,13 @@ def test_sizes_follow_from_the_config_and_the_number_of_ranks():
     assert axis_sizes(trainer)["dp_shard"] == 1 and trainer.layout_size == 30
 
 
-def test_the_order_of_ranks_does_not_depend_on_the_order_of_the_table(monkeypatch):
-    assert axes_in_rank_order() == ["dp_replicate", "dp_shard", "cp", "tp"]
-    monkeypatch.setitem(AXES, "copies", Axis("copies"))
-    monkeypatch.setitem(AXES, "more", Axis("more", same_rows=False, shards_weights=True))
-    assert axes_in_rank_order() == ["dp_replicate", "dp_shard", "more", "cp", "tp", "copies"]
-
-
-def test_an_axis_whose_size_has_no_key_is_named(monkeypatch):
-    monkeypatch.setitem(AXES, "copies", Axis("copies"))
-    with pytest.raises(AssertionError, match="the axis copies: TrainerConfig has no key copies"):
-        axis_sizes(Config().trainer)
+def test_axes_that_fsdp_shards_over_are_neighbours_and_those_with_the_same_rows_the_fastest():
+    assert set(LAYOUT_KEYS) == {axis.key for axis in AXES.values() if axis.key}
+    sharded = [axis.shards_weights for axis in AXES.values()]
+    first, last = sharded.index(True), len(sharded) - sharded[::-1].index(True)
+    assert all(sharded[first:last])
+    same_rows = [axis.same_rows for axis in AXES.values()]
+    assert same_rows == sorted(same_rows)
 
 
 def test_compiled_blocks_of_any_role_are_refused_with_tensor_parallelism(monkeypatch):

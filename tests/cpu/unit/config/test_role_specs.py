@@ -8,7 +8,7 @@ import pytest
 
 from trainer.cluster.resources import rank_groups
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig, RoleSpec
-from trainer.config.rules import check_critic, check_names
+from trainer.config.rules import check_critic, check_trainer
 from trainer.config.tasks import TASKS, check_roles, find_task, policy_role
 from trainer.errors import UserError
 
@@ -84,12 +84,12 @@ def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
     teacher = RoleSpec("teacher", path="/models/teacher", key="teacher")
     cfg = config()
     cfg.trainer.allow_config_change = ["teacher"]
-    with pytest.raises(UserError, match="no key or section teacher"):
-        check_names(cfg)
+    with pytest.raises(UserError, match="teacher: no such key"):
+        check_trainer(cfg)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TASKS, "rl", dataclasses.replace(TASKS["rl"], roles=lambda cfg: (policy_role(cfg), teacher)))
         find_task.cache_clear()
-        check_names(cfg)
+        check_trainer(cfg)
     find_task.cache_clear()
 
 

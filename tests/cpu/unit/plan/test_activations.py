@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.memory import allocator_peak
 from tests.support.compiled import without_kernels
 from trainer.config import Config, FSDPConfig, policy_role
-from trainer.config.trainer import AXES
 from trainer.models import logprobs
 from trainer.models.attention import packing_arguments, set_attention
 from trainer.models.logprobs import Head, Targets, _ChunkedScores
 from trainer.models.tiny import TinyShape, tiny_config
 from trainer.parallel.ac_and_compile import prepare_blocks
+from trainer.parallel.axes import AXES
 from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
 from trainer.plan.activations import TensorMemory, head_bytes, trace

@@ -7,11 +7,11 @@ import pytest
 from transformers import Qwen3Config
 
 from trainer.config import compose, policy_role
-from trainer.config.trainer import AXES
 from trainer.errors import UserError
 from trainer.generation.engine import Request, Sampling
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.parallel.axes import AXES
 from trainer.plan.activations import TensorMemory
 from trainer.plan.engines import engine_problem, numbers_of_layer, plan_engine
 from trainer.plan.hardware import CONTEXT_BYTES, DEVICES, prefill_tokens

@@ -10,9 +10,9 @@ import tenacity
 from huggingface_hub import constants
 
 from trainer.config import Config, LoraConfig, RoleSpec, critic_role, policy_role
-from trainer.config.trainer import AXES
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.parallel.axes import AXES
 from trainer.plan.model_shape import find_config, shape_of, shipped_file
 
 ALONE = dict.fromkeys(AXES, 1)

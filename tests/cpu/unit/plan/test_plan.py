@@ -10,8 +10,8 @@ import pytest
 from benchmarks.models import SHAPES, sizes_of
 from benchmarks.plan import CONFIGS, JOBS, SHAPE, config_of
 from trainer.config import compose, policy_role
-from trainer.config.trainer import AXES
 from trainer.objectives.policy_gradient import PolicyGradient
+from trainer.parallel.axes import AXES
 from trainer.plan.hardware import CONTEXT_BYTES, GB, Cluster, Device
 from trainer.plan.plan import make_plan
 from trainer.plan.ranks import ENGINE_KINDS

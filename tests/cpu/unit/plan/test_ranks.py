@@ -14,8 +14,8 @@ from benchmarks.memory import allocator_peak
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from trainer.config import Config, LoraConfig, critic_role, policy_role, reference_role
-from trainer.config.trainer import AXES, axis_sizes
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.parallel.axes import AXES, axis_sizes
 from trainer.parallel.batching import Batch
 from trainer.plan.hardware import DEVICES
 from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases

@@ -12,8 +12,8 @@ from benchmarks.scale import CASES, HEADS, plan_of, row_of
 from tests.support.forks import run_forked
 from tests.support.jobs import environment
 from tests.support.pages import ROOT
-from trainer.config.trainer import axis_sizes
 from trainer.models.verdicts import Verdict, keep_verdict, verdict_file
+from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import COMPILED_KEEPS, Cluster
 from trainer.plan.layouts import Layout
 from trainer.plan.plan import make_plan

@@ -6,8 +6,8 @@ import pytest
 
 from trainer.config import Config
 from trainer.config.rules import check_plan
-from trainer.config.trainer import AXES
 from trainer.errors import UserError
+from trainer.parallel.axes import AXES
 from trainer.plan.workload import workload_of
 
 ALONE = dict.fromkeys(AXES, 1)

@@ -31,11 +31,11 @@ from tests.support.training import (
     update,
 )
 from trainer.config import Config, FSDPConfig, TrainerConfig
-from trainer.config.fields import number
+from trainer.config.fields import setting
 from trainer.config.rules import check_trainer
-from trainer.config.trainer import AXES, Axis, axis_sizes
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.parallel.axes import AXES, Axis, axis_sizes
 from trainer.parallel.mesh import Layout
 from trainer.parallel.rng import seed_rng
 from trainer.tasks import build_task
@@ -157,8 +157,12 @@ def test_a_state_continues_under_any_layout(tmp_path):
 
 @dataclasses.dataclass
 class TrainerConfigWithCopies(TrainerConfig):
-    copies: int = number(1, at_least=1, resume="rounding")
+    copies: int = setting(1, at_least=1, resume="rounding")
     """Ranks that compute the same, with the same weights."""
+
+    @property
+    def layout(self) -> dict[str, int]:
+        return {**super().layout, "copies": self.copies}
 
 
 def train_with_copies(rank: Rank, gradients_of: str, path: str, directory: str) -> tuple[dict, Any, Any]:
