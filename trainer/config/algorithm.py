@@ -6,14 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import (
-    ResumeRule,
-    Section,
-    choice,
-    number,
-    open_section,
-    setting,
-)
+from trainer.config.fields import ResumeRule, Section, setting
 from trainer.config.rollout import works_ahead
 from trainer.import_utils import (
     default_of,
@@ -31,11 +24,6 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
 AUTO, OFF = "auto", "off"
-
-
-def correction_or_off(value: object) -> Any:
-    """Return a value of `rollout_correction`, and `off` for null (of earlier versions) and for false (off in YAML)."""
-    return OFF if value is None or str(value) == "False" else value
 
 
 ESTIMATOR, LOSS = "advantage_estimator", "policy_loss"
@@ -73,15 +61,15 @@ class AlgorithmConfig(Section):
     policy_loss: str = setting("clip", resume="update")
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
     docs/algorithms.md), or an import path `package.module:function`."""
-    clip_low: float | None = number(None, at_least=0, resume="update")
+    clip_low: float | None = setting(None, at_least=0, resume="update")
     """`clip`, `gspo`, `cispo`, `clip_cov`: the lower bound of the ratio is `1 - clip_low`."""
-    clip_high: float | None = number(None, at_least=0, resume="update")
+    clip_high: float | None = setting(None, at_least=0, resume="update")
     """`clip`, `gspo`, `cispo`, `clip_cov`: the upper bound of the ratio is `1 + clip_high`."""
-    aggregation: str | None = choice(None, (None, *AGGREGATIONS), resume="update")
+    aggregation: str | None = setting(None, choices=(None, *AGGREGATIONS), resume="update")
     """How token losses are averaged, always over the global mini-batch: `token_mean`, `seq_mean_token_mean`,
     `seq_mean_token_sum` or `seq_mean_token_sum_norm` (sums divided by `rollout.max_response_tokens`). null: the
     default of the policy loss; `token_mean` for a function by import path that has none."""
-    options: dict[str, Any] = open_section(resume="update")
+    options: dict[str, Any] = setting(default_factory=dict, is_open=True, resume="update")
     """Further options of the chosen functions, such as `+algorithm.options.dual_clip=3`: of the estimator and the loss
     (docs/algorithms.md), also of your own (null: the function's own default); `kl_target` (the KL to reach, in nats per
     token: an adaptive controller adjusts `kl_coef`) and `kl_horizon` (10000: number of completions over which it may
@@ -95,29 +83,29 @@ class AlgorithmConfig(Section):
     in the losses); of `overlong_buffer` `overlong_factor` (1.0: the penalty at the length limit, subtracted from the
     reward); and of `dynamic_sampling` `max_gen_batches` (10: most batches of prompts that a step samples; if they hold
     too few prompts with different rewards, the step is filled up with the other prompts)."""
-    old_logprobs: str = choice("recompute", ("recompute", "rollout"), resume="update")
+    old_logprobs: str = setting("recompute", choices=("recompute", "rollout"), resume="update")
     """Log-probs of the old policy in the ratio: `recompute` (computed by the ranks: before the update, or for the first
     optimizer step in the update) or `rollout` (those of the engine that sampled; no pass before the update)."""
-    kl_coef: float = number(0.0, at_least=0, resume="update")
+    kl_coef: float = setting(0.0, at_least=0, resume="update")
     """Weight of the KL to the reference. 0: no KL, and no reference unless a function reads `ref_logprobs`."""
-    kl_in: str = choice("loss", ("loss", "reward"), resume="update")
+    kl_in: str = setting("loss", choices=("loss", "reward"), resume="update")
     """Where the KL is applied: `loss` (a term of the policy loss) or `reward` (subtracted from the reward of each
     token)."""
-    kl_estimator: str = choice("k3", KL_ESTIMATORS, resume="update")
+    kl_estimator: str = setting("k3", choices=KL_ESTIMATORS, resume="update")
     """Estimator of the KL: `k1`, `k2`, `k3` or `abs`; in the loss also `k1+` and `k3+`, which have the value of `k1` or
     `k3` and the gradient of `k2`."""
-    ref_sync_interval: int = number(
+    ref_sync_interval: int = setting(
         -1, at_least=1, off=-1, resume=ResumeRule("never", "it decides whether the checkpoint holds the reference")
     )
     """Copy the policy into the reference every this many steps; the reference is then part of checkpoints. -1: the
     reference stays the initial weights."""
-    entropy_coef: float = number(0.0, at_least=0, resume="update")
+    entropy_coef: float = setting(0.0, at_least=0, resume="update")
     """Weight of the entropy bonus in the policy loss."""
-    rollout_correction: str | None = choice(AUTO, (AUTO, OFF, *CORRECTIONS), resume="update")
+    rollout_correction: str = setting(AUTO, choices=(AUTO, OFF, *CORRECTIONS), resume="update")
     """Multiply advantages by the ratio of the trainer's to the engine's probability: `tis` (truncated), `mis` (masked)
     or `off`. `auto`: `tis` if older weights sample (`rollout.ahead`, `rollout.in_flight_updates`), unless
-    `old_logprobs=rollout`, whose ratio corrects already; else `off`. null and false mean `off`."""
-    overlong_buffer: int = number(0, at_least=0, resume="update")
+    `old_logprobs=rollout`, whose ratio corrects already; else `off`."""
+    overlong_buffer: int = setting(0, at_least=0, resume="update")
     """Number of last tokens before the length limit over which a penalty for long completions grows (DAPO). 0: no
     penalty."""
     dynamic_sampling: bool = setting(False, resume="rollouts")
@@ -134,7 +122,6 @@ class AlgorithmConfig(Section):
 
     def __post_init__(self) -> None:
         self.options = {name: value for name, value in self.options.items() if value is not None}
-        self.rollout_correction = correction_or_off(self.rollout_correction)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -157,7 +144,7 @@ def correction_of(config: Config, is_stale: bool = False) -> str | None:
 
 
 def saved_correction(config: Mapping[str, Any], is_stale: bool = False) -> str | None:
-    """Return what `correction_of` returns for a nested config, which may be one of an earlier version."""
+    """Return what `correction_of` returns for a nested config."""
     algorithm = config.get("algorithm", {})
     chosen = algorithm.get("rollout_correction")
     if chosen == AUTO:

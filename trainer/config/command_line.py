@@ -1,24 +1,55 @@
-"""The command line of a job: words in, an exit status out."""
+"""The command line of a job: words in, an exit status out; with `-m` a sweep, which runs several jobs in this process.
+
+A job of a sweep that fails does not end the others. The extra `sweeps` has Optuna's sweeper, which continues a killed
+sweep.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
+import errno
+import importlib.metadata
+import importlib.util
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.hydra import compose_flags, conf_dir, find_groups
-from trainer.config.outcome import Outcome, outcome_of
+import psutil
+
+from trainer.config.hydra import compose_flags, conf_dir, find_groups, hydra_words, to_config
 from trainer.config.overrides import parsed
 from trainer.config.schema import Config, is_name, no_such_key, valid_keys
-from trainer.config.sweep_jobs import Job, run_sweep
-from trainer.errors import UserError
+from trainer.config.tasks import ACCURACY
+from trainer.errors import (
+    DivergedError,
+    NonFiniteError,
+    NonRetryableError,
+    NotSavedError,
+    UserError,
+    WorkerError,
+    describe_with_place,
+    is_disk_unwritable,
+    is_out_of_memory,
+    one_line,
+    sentence_of,
+)
 from trainer.files.documents import dump_yaml
-from trainer.files.redaction import redact
+from trainer.files.redaction import redact, redact_text
 from trainer.process import time_limits
-from trainer.process.log_setup import guard_output, logging_to_file, show_messages
-from trainer.process.signals import SIGNALS
+from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
+from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
+from trainer.process.startup import STARTED
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Job = Callable[[Config], float | None]
+"""Returns the best value of `trainer.best_metric`, for sweepers that look for the best job."""
 Begin = Callable[[list[str]], list[str]]
 """Returns the words that are composed in place of those of the command line."""
 
@@ -106,3 +137,228 @@ def _shown(config: Config, section: str) -> str:
             raise UserError(no_such_key(section))
         nested = nested[name]
     return dump_yaml(nested, allow_unicode=True).removesuffix("...\n")
+
+
+# --- How a job ends ---
+
+_ODD_FILES = (errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EINVAL, errno.ELOOP)
+"""Errors of a path at which something else is than a file of its kind."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    status: int
+    """Exit status: 0 done, 2 the user must change something, 3 the run itself is at fault, 1 any other error, 75
+    stopped early."""
+    text: str = ""
+    """One sentence."""
+    trace: str = ""
+    """In place of the sentence: the traceback of an unexpected error."""
+
+    @property
+    def shown(self) -> str:
+        """Return the text for the user and the log, without secrets."""
+        return redact_text(
+            self.trace or (f"error: {self.text}" if self.text and self.status != EXIT_STATUS else self.text)
+        )
+
+    def show(self) -> None:
+        """Print and log the text: on stdout if the run stopped on request, else on stderr."""
+        if self.shown:
+            show(self.shown, error=self.status != EXIT_STATUS)
+            LOG_FILE.write(self.shown)
+
+    def exit(self) -> NoReturn:
+        """Exit with the status."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        SIGNALS.end_watch()
+        _end_started()
+        # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
+        os._exit(self.status)
+
+
+def _end_started() -> None:
+    """Kill the processes that modules of the user have started when they were imported, and theirs."""
+    for process in STARTED:
+        with contextlib.suppress(psutil.Error):
+            for one in (*process.children(recursive=True), process):
+                one.kill()
+
+
+class JobEnded(BaseException):
+    """Ends a sweep with an outcome. Not an `Exception`: Hydra would print a line of its own about it."""
+
+    def __init__(self, outcome: Outcome):
+        self.outcome = outcome
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Return how a job ended that has raised `error`."""
+    if isinstance(error, JobEnded):
+        return error.outcome
+    stop = error if isinstance(error, (Stopped, KeyboardInterrupt)) else SIGNALS.stop_behind(error)
+    if stop is not None:
+        return Outcome(EXIT_STATUS, str(stop) or "stopped by an interrupt; the last checkpoint is unchanged")
+    if isinstance(error, SystemExit):
+        return Outcome(error.code if isinstance(error.code, int) else int(error.code is not None))
+    if isinstance(error, NonRetryableError):
+        is_told = isinstance(error, DivergedError) or isinstance(error.__cause__, (WorkerError, NonFiniteError))
+        return Outcome(3, str(error), "" if is_told else _trace_of(error, str(error)))
+    if isinstance(error, (WorkerError, NonFiniteError, NotSavedError)):
+        return Outcome(1, str(error))
+    if isinstance(error, UserError):
+        return Outcome(2, str(error))
+    if isinstance(error, Exception) and is_out_of_memory(error):
+        return Outcome(
+            1,
+            f"the driver has no memory left ({one_line(str(error)) or 'MemoryError'}); lower "
+            "trainer.train_batch_size, or give the machine more memory, and restart the job with the same command",
+        )
+    if isinstance(error, OSError) and is_disk_unwritable(error):
+        return Outcome(
+            1,
+            f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); free space on the disk, "
+            f"or repair it, and then {CONTINUES}",
+        )
+    if isinstance(error, OSError) and error.filename and error.errno in _ODD_FILES:
+        return Outcome(2, sentence_of(error))
+    return Outcome(1, trace=_trace_of(error, describe_with_place(error)))
+
+
+def _trace_of(error: BaseException, sentence: str) -> str:
+    """Return the traceback, and in the last line what a reader of the log's end needs."""
+    return f"{''.join(traceback.format_exception(error)).rstrip()}\nerror: {sentence}"
+
+
+# --- Sweeps ---
+
+
+OPTUNA = "optuna>=4.9,<5"
+"""What the sweeper works with. It asks for 2.x itself, and the package index knows nothing else."""
+DIRECTION = "${optuna_direction:${trainer.task},${trainer.best_metric}}"
+"""In which Optuna looks, if the command line does not say it."""
+_OPTUNA = {
+    "defaults": [{"sampler": "keyed_tpe"}, "_self_"],
+    "_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
+    "direction": DIRECTION,
+    # In the directory of the sweep, so that the same command continues a killed sweep.
+    "storage": "sqlite:///${hydra.sweep.dir}/optuna.db",
+    "study_name": "sweep",
+    "n_trials": 20,
+    "n_jobs": 1,  # trials that are chosen together do not learn from one another
+    "max_failure_rate": 1.0,
+    "search_space": None,
+    "params": None,
+    "custom_search_space": None,
+}
+_KEYED_TPE = {"_target_": "trainer.sweeps.sampler.KeyedTPESampler", "seed": "${trainer.seed}", "n_startup_trials": 10}
+
+
+def run_sweep(job: Job, flags: argparse.Namespace) -> None:
+    """Run one job for each combination of values, as Hydra's `--multirun` does.
+
+    Raises:
+        JobEnded: with status 75 if a job has stopped early, 2 if all that have failed were refused, else 1.
+    """
+    import hydra
+
+    words, ends = hydra_words(flags), list[tuple[str, int]]()
+    register_plugins(words)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
+    sys.argv[1:] = ["--multirun", *words]
+
+    @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
+    def app(dict_config: DictConfig) -> float | None:
+        LOG_FILE.close()  # the last job's
+        value, outcome = _run(job, dict_config)
+        if outcome.status == EXIT_STATUS:
+            raise JobEnded(outcome)
+        outcome.show()
+        ends.append((_name_of(dict_config), outcome.status))
+        return value
+
+    try:
+        app()
+    except ValueError:
+        _check_ends(ends)  # Optuna cannot name the best trial if all have failed
+        raise
+    _check_ends(ends)
+
+
+def _run(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome]:
+    """Run a job of a sweep. Returns its best value, None if it has none, and how it ended."""
+    from hydra.core.hydra_config import HydraConfig
+
+    try:
+        show(_name_of(dict_config))
+        config = to_config(dict_config)
+        SIGNALS.check()
+        value = job(config)
+        if str(HydraConfig.get().sweeper._target_).endswith(".OptunaSweeper"):
+            metric, _ = config.compared_by
+            if value is None:
+                raise UserError(f"trainer.best_metric={metric}: no step has measured it")
+            if value == 0 and metric == ACCURACY:
+                show(
+                    "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
+                    "a new sweep with trainer.best_metric=val/reward/mean compares such jobs"
+                )
+        return value, Outcome(0)
+    except (Exception, Stopped, KeyboardInterrupt) as error:
+        return None, outcome_of(error)
+
+
+def _name_of(dict_config: Any) -> str:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return str(dict_config.trainer.run_dir)
+    except OmegaConfBaseException:
+        return f"job {HydraConfig.get().job.num}"
+
+
+def _check_ends(ends: list[tuple[str, int]]) -> None:
+    """Check that no job, of which `ends` has names and exit statuses, has failed.
+
+    Raises:
+        JobEnded: see `run_sweep`.
+    """
+    LOG_FILE.close()  # the last job's, which does not hold what is said of the sweep
+    failed = {name: status for name, status in ends if status}
+    if failed:
+        text = f"{len(failed)} of {len(ends)} jobs failed: {'; '.join(failed)}"
+        raise JobEnded(Outcome(min(failed.values()), text))
+
+
+def register_plugins(words: Sequence[str]) -> None:
+    """Prepare the sweeper that the overrides choose.
+
+    Raises:
+        UserError: it is not installed, or with a version of Optuna that does not work; or a launcher is chosen.
+    """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+
+    if launcher := next((word for word in words if word.startswith("hydra/launcher=")), None):
+        raise UserError(f"{launcher}: jobs of a sweep run one after another; start a sweep for each machine instead")
+    chosen = next((word for word in words if word.startswith("hydra/sweeper=optuna")), None)
+    if chosen is None:
+        return
+    if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        raise UserError(f"{chosen}: needs the package hydra-optuna-sweeper; install the extra `sweeps`")
+    version = importlib.metadata.version("optuna")
+    major, minor = map(int, version.split(".")[:2])
+    if not (4, 9) <= (major, minor) < (5, 0):  # the sweeper asks for 2.x, which pip installs, and SQLAlchemy 2 breaks
+        raise UserError(
+            f"{chosen}: needs {OPTUNA}, and {version} is installed; give `pip install '{OPTUNA}'`, although "
+            "hydra-optuna-sweeper asks for an older one (docs/sweeps.md)"
+        )
+    warnings.filterwarnings("ignore", category=FutureWarning, module="optuna|hydra_plugins")
+    Plugins.instance()  # the plugin registers its own defaults, which ours replace
+    store = ConfigStore.instance().store
+    store(group="hydra/sweeper", name="optuna", node=_OPTUNA)
+    store(group="hydra/sweeper/sampler", name="keyed_tpe", node=_KEYED_TPE)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from trainer.config.fields import Section, choice, number, open_section, sections, setting, subsection
+from trainer.config.fields import Section, setting, subsection
 from trainer.config.model import SCHEDULE_STEPS
 from trainer.config.rollout import LOWEST_TEMPERATURE, EnvironmentConfig, RewardConfig
 from trainer.errors import UserError
@@ -30,11 +30,11 @@ class NamedData(Section):
 
     files: list[str] = setting(default_factory=list, resume="harmless")
     """Files with the rows, in the formats of `data.train_files`."""
-    synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
+    synthetic: str | None = setting(None, choices=(None, *GENERATORS), resume="harmless")
     """Make the rows instead of reading files (see `data.synthetic`)."""
-    synthetic_args: dict[str, Any] = open_section(resume="harmless")
+    synthetic_args: dict[str, Any] = setting(default_factory=dict, is_open=True, resume="harmless")
     """Options of the generator (see `data.synthetic_args`)."""
-    size: int = number(-1, at_least=1, off=-1, resume="harmless")
+    size: int = setting(-1, at_least=1, off=-1, resume="harmless")
     """Number of examples to generate, or most examples to use from the files. -1: all."""
     prompt_key: str = setting("prompt", resume="harmless")
     """Column of the prompt. If it is not set: `data.prompt_key`."""
@@ -67,7 +67,7 @@ COLUMNS = ("prompt_key", "answer_key", "messages_key", "system_prompt")
 
 @dataclass
 class SourceConfig(NamedData):
-    weight: float = number(1.0, above=0, resume="rollouts")
+    weight: float = setting(1.0, above=0, resume="rollouts")
     """How often rows of this source are drawn, relative to the other sources. Each batch has its share of every
     source, rounded, and what is rounded off in one batch is made up for in the next ones."""
     curriculum: str | None = setting(None, resume="harmless")
@@ -76,17 +76,17 @@ class SourceConfig(NamedData):
 
 @dataclass
 class ValSetConfig(NamedData):
-    n: int = number(1, at_least=1, at_most=4096, resume="validation")
+    n: int = setting(1, at_least=1, at_most=4096, resume="validation")
     """Completions for each row."""
-    temperature: float | None = number(None, at_least=LOWEST_TEMPERATURE, at_most=100, off=0, resume="validation")
+    temperature: float | None = setting(None, at_least=LOWEST_TEMPERATURE, at_most=100, off=0, resume="validation")
     """Sampling temperature of these completions. 0: greedy. null: greedy with `n=1`, else `rollout.temperature`."""
-    top_p: float | None = number(None, above=0, at_most=1, resume="validation")
+    top_p: float | None = setting(None, above=0, at_most=1, resume="validation")
     """Nucleus sampling (see `rollout.top_p`, which null stands for)."""
-    top_k: int | None = number(None, at_least=1, off=-1, resume="validation")
+    top_k: int | None = setting(None, at_least=1, off=-1, resume="validation")
     """Most likely tokens to sample from (see `rollout.top_k`, which null stands for)."""
-    max_response_tokens: int | None = number(None, at_least=1, resume="validation")
+    max_response_tokens: int | None = setting(None, at_least=1, resume="validation")
     """Longest completion, in tokens: at most `rollout.max_response_tokens`, which null stands for."""
-    interval: int | None = number(None, at_least=1, off=-1, resume="harmless")
+    interval: int | None = setting(None, at_least=1, off=-1, resume="harmless")
     """Evaluate this set every this many steps and after the last step. -1: only by `trainer evaluate`. null:
     `trainer.val_interval`."""
 
@@ -109,7 +109,7 @@ class DataConfig(Section):
     an experiment chooses the data."""
     val_files: list[str] = setting(default_factory=list, resume="validation")
     """Prompts for validation, in the same formats as `train_files`."""
-    val_sets: dict[str, Any] = sections(ValSetConfig, resume="validation")
+    val_sets: dict[str, Any] = setting(default_factory=dict, section=ValSetConfig, resume="validation")
     """Further sets of validation prompts, by names of your choice ([docs/evaluation.md](evaluation.md)). Each has the
     keys of `data.val_sets.<name>`, and metrics `val/<name>/…`."""
     prompt_key: str = setting("prompt", resume="harmless")
@@ -118,15 +118,15 @@ class DataConfig(Section):
     """Column of the reference answer, which is passed to the reward."""
     messages_key: str | None = setting(None, resume="harmless")
     """Column of whole chats, used instead of `prompt_key` and `answer_key`: the last message is the answer."""
-    synthetic: str | None = choice(None, (None, *GENERATORS), resume="harmless")
+    synthetic: str | None = setting(None, choices=(None, *GENERATORS), resume="harmless")
     """Make prompts instead of reading files: `arithmetic`, `look_up` (for an environment with a tool, see
     docs/environments.md), `reverse_text`, or a task of the package `reasoning_gym`."""
-    synthetic_args: dict[str, Any] = open_section(resume="harmless")
+    synthetic_args: dict[str, Any] = setting(default_factory=dict, is_open=True, resume="harmless")
     """Options of the generator: `arithmetic` {max_value}; `look_up` {max_calls}; `reverse_text` {min_letters,
     max_letters}; of `reasoning_gym` {task}, such as `chain_sum`, with its options, and {seed}."""
-    train_size: int = number(-1, at_least=1, off=-1, resume="harmless")
+    train_size: int = setting(-1, at_least=1, off=-1, resume="harmless")
     """Number of training examples to generate, or most examples to use from the files. -1: all."""
-    val_size: int = number(-1, at_least=1, off=-1, resume="validation")
+    val_size: int = setting(-1, at_least=1, off=-1, resume="validation")
     """Number of validation examples to generate, or most examples to use from the files. -1: all."""
     system_prompt: str | None = setting(None, resume="harmless")
     """System message that is put before every prompt."""
@@ -134,7 +134,7 @@ class DataConfig(Section):
     """Import path `package.module:function` of a function (prompts, epoch, rewards) that chooses the prompts of an
     epoch and their order (see `trainer.data.ledger.Curriculum`). null: all prompts, shuffled."""
 
-    mix: dict[str, Any] = sections(SourceConfig, resume="rollouts")
+    mix: dict[str, Any] = setting(default_factory=dict, section=SourceConfig, resume="rollouts")
     """Several sources of training prompts, by names of your choice, instead of `train_files` or `synthetic`
     ([docs/data.md](data.md)). Each has the keys of `data.mix.<name>`. To add or drop a source needs permission."""
 
@@ -183,31 +183,31 @@ class _DataOfSource(DataConfig):
 
 @dataclass
 class SFTOptimizerConfig(Section):
-    lr: float = number(2e-3, at_least=0, resume="update")
+    lr: float = setting(2e-3, at_least=0, resume="update")
     """Peak learning rate."""
-    scheduler: str = choice("constant", ("constant", "cosine"), resume="update")
+    scheduler: str = setting("constant", choices=("constant", "cosine"), resume="update")
     """Learning rate after warm-up (see `trainer.policy.optimizer.scheduler`)."""
-    warmup_steps: int = number(10, at_least=0, resume="update")
+    warmup_steps: int = setting(10, at_least=0, resume="update")
     """Optimizer steps of linear warm-up from 0."""
-    schedule_steps: int | None = number(None, at_least=1, resume=SCHEDULE_STEPS)
+    schedule_steps: int | None = setting(None, at_least=1, resume=SCHEDULE_STEPS)
     """Steps of the run after which `cosine` has ended (see `trainer.policy.optimizer.schedule_steps`). null:
     `sft.steps`."""
 
 
 @dataclass
 class SFTConfig(Section):
-    steps: int = number(200, at_least=1, resume="rollouts")
+    steps: int = setting(200, at_least=1, resume="rollouts")
     """Optimizer steps of supervised training. Most optimizer steps of the warm start of the built-in model (see
     `model.tiny.start_accuracy`)."""
-    batch_size: int = number(8, at_least=1, resume="rollouts")
+    batch_size: int = setting(8, at_least=1, resume="rollouts")
     """An optimizer step trains on as many whole examples as fill this many rows of `sft.max_length` tokens."""
-    max_length: int = number(256, at_least=1, resume="rollouts")
+    max_length: int = setting(256, at_least=1, resume="rollouts")
     """Longest example in tokens. A longer one is cut."""
-    source: str = choice("examples", ("examples", "rollouts"), resume="rollouts")
+    source: str = setting("examples", choices=("examples", "rollouts"), resume="rollouts")
     """Content of `data.train_files`: `examples`, or `rollouts` as `logger.save_rollouts` writes them."""
     min_reward: float | None = setting(None, resume="rollouts")
     """`source=rollouts`: train only on completions with at least this reward (rejection sampling). null: all."""
-    max_weight: float | None = number(None, above=0, resume="rollouts")
+    max_weight: float | None = setting(None, above=0, resume="rollouts")
     """`source=rollouts`: multiply the loss of each token by its importance weight, at most this (the loss
     `importance_weighted_ce`). The weight is the token's probability under the model divided by its probability under
     the policy that sampled it. null: plain cross-entropy (distillation)."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -126,48 +126,19 @@ _CONSTRAINT, _RESUME = "constraint", "resume"
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
-def setting(default: Any = MISSING, *, resume: str | ResumeRule, default_factory: Any = MISSING) -> Any:
-    """Return the field of a key without bounds.
+def setting(
+    default: Any = MISSING, *, resume: str | ResumeRule, default_factory: Any = MISSING, **constraint: Any
+) -> Any:
+    """Return the field of a key.
 
     Args:
-        resume: what a resume may do with the key, one of `RESUME`, or a rule with its reason. The same in all
-            functions below.
+        resume: what a resume may do with the key, one of `RESUME`, or a rule with its reason. Of a mapping of sections:
+            with the names, and with the keys in the sections if it is "validation".
+        constraint: fields of `Constraint`, such as `at_least` or `choices`. Those of a list hold for each item.
     """
-    return _field(Constraint(), resume, default=default, default_factory=default_factory)
-
-
-def number(default: Any, *, resume: str | ResumeRule, **bounds: float) -> Any:
-    """Return the field of a key with bounds: `at_least`, `above`, `at_most` and `off` of `Constraint`."""
-    return _field(Constraint(**bounds), resume, default=default)
-
-
-def numbers(*, resume: str | ResumeRule, **bounds: float) -> Any:
-    """Return the field of a list of numbers, empty by default, each within the bounds of `number`."""
-    return _field(Constraint(**bounds), resume, default_factory=list)
-
-
-def choice(default: str | None, choices: Iterable[str | None], *, resume: str | ResumeRule) -> Any:
-    """Return the field of a key whose value is one of `choices`."""
-    return _field(Constraint(choices=tuple(choices)), resume, default=default)
-
-
-def choices(names: Iterable[str], *, resume: str | ResumeRule) -> Any:
-    """Return the field of a list, empty by default, of any of `names`."""
-    return _field(Constraint(choices=tuple(names)), resume, default_factory=list)
-
-
-def open_section(*, resume: str | ResumeRule) -> Any:
-    """Return the field of a section whose keys the user chooses."""
-    return _field(Constraint(is_open=True), resume, default_factory=dict)
-
-
-def sections(cls: type, *, resume: str | ResumeRule) -> Any:
-    """Return the field of a mapping of sections of a class, by names that the user chooses. Empty by default.
-
-    Args:
-        resume: what a resume may do with the names, and with the keys in the sections if it is "validation".
-    """
-    return _field(Constraint(section=cls), resume, default_factory=dict)
+    rule = ResumeRule(resume) if isinstance(resume, str) else resume
+    metadata = {_CONSTRAINT: Constraint(**constraint), _RESUME: rule}
+    return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
 def subsection(factory: Callable[[], Any], *, resume: str | None = None) -> Any:
@@ -191,8 +162,8 @@ class Section:
         for name in cls.__dict__.get("__annotations__", {}):
             if _RESUME not in getattr(cls.__dict__.get(name), "metadata", {}):
                 raise TypeError(
-                    f"{cls.__name__}.{name}: make the field with a function of `trainer.config.fields`, such as "
-                    "`setting`, and say what a resume may do with it"
+                    f"{cls.__name__}.{name}: make the field with `setting` or `subsection` of `trainer.config.fields`, "
+                    "and say what a resume may do with it"
                 )
 
 
@@ -264,11 +235,6 @@ def config_error(config: Any, key: str, problem: str) -> UserError:
     value = value_of(config, key)
     shown = "null" if value is None else str(redact(value, key))
     return UserError(f"{key}={shown if shown.isprintable() else ascii(shown)}: {problem}")
-
-
-def _field(constraint: Constraint, resume: str | ResumeRule, **default: Any) -> Any:
-    resume = ResumeRule(resume) if isinstance(resume, str) else resume
-    return field(**default, metadata={_CONSTRAINT: constraint, _RESUME: resume})
 
 
 def _join(section: str, name: str) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.fields import value_of, walk_keys
-from trainer.config.overrides import GROUP, checked, parsed
+from trainer.config.overrides import GROUP, checked, mark_texts, parsed, unquoted
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
 from trainer.config.schema import (
@@ -36,7 +36,6 @@ from trainer.config.schema import (
     valid_keys,
 )
 from trainer.config.tasks import find_task
-from trainer.config.texts import construct_yaml, unquoted
 from trainer.errors import UserError, did_you_mean, one_line
 from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
 
@@ -187,7 +186,7 @@ def to_config(dict_config: Any) -> Config:
     name_secrets(OmegaConf.to_container(dict_config, resolve=False))
     for key, cls in MAPPINGS.items():  # the sections that the user has named, such as `data.mix.math`
         given: dict[str, Any] = value_of(config, key)
-        made = {str(one): read_section(cls, given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
+        made = {str(one): read_section(given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
         setattr(value_of(config, key.rpartition(".")[0]), key.rpartition(".")[2], made)
     refuse_unknown_keys(config)
     if config.rollout.num_engines == RolloutConfig.num_engines:
@@ -199,14 +198,13 @@ def to_config(dict_config: Any) -> Config:
 # --- Sections that the user names ---
 
 
-def read_section(cls: type[S], given: Any, key: str, base: S | None = None) -> S:
+def read_section(given: Any, key: str, base: S) -> S:
     """Return the section that `given` describes, with every value checked on its own.
 
     Args:
-        cls: its dataclass.
         given: nested mappings with the values that the user has set.
         key: dotted name of the section, for messages.
-        base: has the values of what the user has not set. None: the defaults of the class.
+        base: a section of the same class, with the values of what the user has not set.
 
     Raises:
         UserError: one sentence that names the key, its value and what is valid.
@@ -214,7 +212,7 @@ def read_section(cls: type[S], given: Any, key: str, base: S | None = None) -> S
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    section = copy.deepcopy(base) if base is not None else cls()
+    section = copy.deepcopy(base)
     if not isinstance(given, Mapping):
         valid = ", ".join(field.name for field in dataclasses.fields(section))  # type: ignore[arg-type]
         raise UserError(f"{key}={given}: is a section; its keys are {valid}")
@@ -250,7 +248,7 @@ def _store_file(path: str) -> str:
 
     Its `defaults` name experiments that it builds on, and choices of groups: `[one, {algorithm: ppo}]`.
     """
-    values = _read_yaml(path)
+    values = read_yaml(path)
     entries = values.pop("defaults", [])
     if not values and not entries:
         raise UserError(f"{path}: is empty")
@@ -292,8 +290,8 @@ def _store(name: str, node: dict[str, Any]) -> str:
     return f"{GROUP}={name}"
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
-    """Return the values of a YAML file, and record the lines of its keys.
+def read_yaml(path: str) -> dict[str, Any]:
+    """Return the values of a YAML file as OmegaConf reads them, but texts as they were typed; record its keys' lines.
 
     Raises:
         UserError: it cannot be read, or is no YAML.
@@ -303,12 +301,15 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
-        root = yaml.compose(text, Loader=get_yaml_loader())
-        if root is not None and not isinstance(root, yaml.MappingNode):
+            loader = get_yaml_loader()(file.read())
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
             raise UserError(f"{path}: must be a mapping of sections to keys and values, such as `trainer: {{seed: 1}}`")
-        _LINES.update(_lines(root, path) if root is not None else ())
-        return construct_yaml(text) or {}
+        _LINES.update(_lines(root, path))
+        mark_texts(root)
+        return loader.construct_document(root)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})") from error
     except yaml.YAMLError as error:

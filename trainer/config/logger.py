@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.fields import Section, number, setting
+from trainer.config.fields import Section, setting
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -36,7 +36,7 @@ class LoggerConfig(Section):
     (https://ui.perfetto.dev), up to 256 MiB."""
     plot: bool = setting(True, resume="harmless")
     """Draw `{run_dir}/report.png` at the end."""
-    samples: int = number(3, at_least=0, resume="harmless")
+    samples: int = setting(3, at_least=0, resume="harmless")
     """Number of completions to show at each validation, on the terminal, in W&B and in TensorBoard, each time other
     ones. Every 10 steps as many training completions are shown in W&B and TensorBoard; in a run without validation,
     also on the terminal."""
@@ -69,10 +69,10 @@ class LoggerConfig(Section):
 class PlanConfig(Section):
     gpus: str = setting("cpu", resume="harmless")
     """Cluster to plan for: `8xH100` (one node of eight), `4x8xH100` (four such nodes), or `cpu`, this machine."""
-    prompt_tokens: int | None = number(None, at_least=1, resume="harmless")
+    prompt_tokens: int | None = setting(None, at_least=1, resume="harmless")
     """Tokens of a prompt, on average. null: half of `rollout.max_prompt_tokens`; in supervised training, of
     `sft.max_length`."""
-    response_tokens: int | None = number(None, at_least=1, resume="harmless")
+    response_tokens: int | None = setting(None, at_least=1, resume="harmless")
     """Tokens of a completion, on average; with an environment, of all replies and messages after the prompt. null: half
     of `rollout.max_response_tokens`, or of what the prompt leaves of the longest episode; in supervised training, what
     the prompt leaves of `sft.max_length`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import ResumeRule, Section, choice, number, open_section, setting, subsection
+from trainer.config.fields import ResumeRule, Section, setting, subsection
 
 _OTHER_MODEL = ResumeRule("never", "the saved weights belong to another model", ("weights", "optimizer"))
 
@@ -20,12 +20,12 @@ LONGEST_OF_TINY = 4096
 
 @dataclass
 class TinyConfig(Section):
-    hidden_size: int = number(128, at_least=32, resume=_OTHER_MODEL)
+    hidden_size: int = setting(128, at_least=32, resume=_OTHER_MODEL)
     """Width. A head has 32 numbers, and the MLP has three times the width."""
-    num_layers: int = number(2, at_least=1, resume=_OTHER_MODEL)
+    num_layers: int = setting(2, at_least=1, resume=_OTHER_MODEL)
     """Number of blocks."""
     # A resume compares the initial weights where a checkpoint depends on them, so the key itself is harmless.
-    start_accuracy: float | None = number(0.7, above=0, at_most=1, resume="harmless")
+    start_accuracy: float | None = setting(0.7, above=0, at_most=1, resume="harmless")
     """The warm start ends when the model answers this share of 128 training prompts exactly, and at the latest after
     `sft.steps`: reinforcement learning needs answers to improve. null: always after `sft.steps`."""
 
@@ -43,11 +43,11 @@ class ModelConfig(Section):
     """Directory of the built-in models that were built and warmed up, one directory per configuration, and of the
     verdicts on models (`check`). null: the
     environment variable TRAINER_CACHE, or `~/.cache/trainer`."""
-    attn_implementation: str = choice("sdpa", ("sdpa", "eager", "flash_attention_2"), resume="rollouts")
+    attn_implementation: str = setting("sdpa", choices=("sdpa", "eager", "flash_attention_2"), resume="rollouts")
     """Attention of the trainer's models. `sdpa`: torch's kernels, each packed sequence by itself; a class without them
     that cannot pack has its own attention, and one sequence a row. `flash_attention_2`: the package flash-attn.
     `eager`: plain matrices, whose size is the square of all tokens of a micro-batch."""
-    check: str = choice("refuse", ("refuse", "accept"), resume="harmless")
+    check: str = setting("refuse", choices=("refuse", "accept"), resume="harmless")
     """What happens if the comparison before the first step finds that the ranks compute something else than the model's
     own class in transformers: `refuse` the run, or `accept` it. That is said at each start and in each checkpoint's
     manifest. The verdict is kept in `cache_dir`."""
@@ -56,7 +56,7 @@ class ModelConfig(Section):
     chat_template: str | None = setting(None, resume="rollouts")
     """A Jinja file that replaces the tokenizer's chat template, or the name of one of its templates if there are
     several. null: `tool_use` for chats with tools, and `default` for the others."""
-    chat_template_kwargs: dict[str, Any] = open_section(resume="rollouts")
+    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, is_open=True, resume="rollouts")
     """Variables of the chat template. Qwen3: `{enable_thinking: false}` lets the model answer without thinking first.
     Exported models keep them in their chat template."""
 
@@ -68,23 +68,23 @@ SCHEDULE_STEPS = ResumeRule(
 
 @dataclass
 class OptimizerConfig(Section):
-    lr: float = number(1e-6, at_least=0, resume="update")
+    lr: float = setting(1e-6, at_least=0, resume="update")
     """Peak learning rate of AdamW."""
     betas: list[float] = setting(default_factory=lambda: [0.9, 0.999], resume="update")
     """AdamW's decay rates of the first and second moment."""
-    eps: float = number(1e-8, above=0, resume="update")
+    eps: float = setting(1e-8, above=0, resume="update")
     """AdamW's epsilon."""
-    weight_decay: float = number(0.0, at_least=0, resume="update")
+    weight_decay: float = setting(0.0, at_least=0, resume="update")
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = number(1.0, at_least=0, resume="update")
+    max_grad_norm: float = setting(1.0, at_least=0, resume="update")
     """Gradients are clipped to this global norm. 0: no clipping."""
-    scheduler: str = choice("constant", ("constant", "cosine"), resume="update")
+    scheduler: str = setting("constant", choices=("constant", "cosine"), resume="update")
     """Learning rate after warm-up: `constant`, or `cosine` (decays to `min_lr_ratio` over `schedule_steps`)."""
-    warmup_steps: int = number(0, at_least=0, resume="update")
+    warmup_steps: int = setting(0, at_least=0, resume="update")
     """Optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: float = number(0.1, at_least=0, at_most=1, resume="update")
+    min_lr_ratio: float = setting(0.1, at_least=0, at_most=1, resume="update")
     """Learning rate at the end of `cosine`, as a share of `lr`."""
-    schedule_steps: int | None = number(
+    schedule_steps: int | None = setting(
         None,
         at_least=1,
         resume=SCHEDULE_STEPS,
@@ -95,7 +95,7 @@ class OptimizerConfig(Section):
 
 @dataclass
 class FSDPConfig(Section):
-    param_dtype: str = choice("auto", ("auto", "bfloat16", "float32"), resume="rollouts")
+    param_dtype: str = setting("auto", choices=("auto", "bfloat16", "float32"), resume="rollouts")
     """Precision of parameters in forward and backward passes: `auto` (bfloat16 on CUDA, float32 on CPU), `bfloat16`
     or `float32`. The optimizer always keeps float32 master weights. bfloat16 is faster on CPUs with matrix units."""
     reshard_after_forward: bool | None = setting(None, resume="harmless")
@@ -109,7 +109,7 @@ class FSDPConfig(Section):
     null: on CUDA without `trainer.context_parallel_size`, `trainer.tensor_parallel_size` and `trainer.deterministic`;
     not on CPU. true is refused with these three. With `trainer.deterministic`, because what a kernel is compiled to
     depends on the sizes that a process meets first."""
-    activation_checkpointing: str = choice("none", ("none", "selective", "full"), resume="rounding")
+    activation_checkpointing: str = setting("none", choices=("none", "selective", "full"), resume="rounding")
     """Which activations of a block the backward pass computes again instead of keeping them: `none`, `selective` (all
     but the results of matrix products and of attention: little work, about half of the memory) or `full` (all: about a
     third more work, least memory)."""
@@ -117,12 +117,12 @@ class FSDPConfig(Section):
 
 @dataclass
 class LoraConfig(Section):
-    rank: int | None = number(
+    rank: int | None = setting(
         None, at_least=1, resume=ResumeRule("never", "the saved adapters have another shape", ("weights", "optimizer"))
     )
     """Rank of the low-rank adapters that are trained while the weights stay frozen (LoRA, Hu et al., 2021). null:
     train all weights."""
-    alpha: float = number(32, above=0, resume="rollouts")
+    alpha: float = setting(32, above=0, resume="rollouts")
     """Scale of the adapters: their product is multiplied by `alpha / rank`."""
     target_modules: list[str] = setting(
         default_factory=list,
@@ -143,7 +143,7 @@ class PolicyConfig(Section):
 
 @dataclass
 class CriticOptimizerConfig(Section):
-    lr: float = number(5e-6, at_least=0, resume="update")
+    lr: float = setting(5e-6, at_least=0, resume="update")
     """Peak learning rate of the critic. The rest is as in `trainer.policy.optimizer`."""
 
 
@@ -153,5 +153,5 @@ class CriticConfig(Section):
     """Initial weights of the critic's backbone: a Hugging Face id or a directory. null: those of the policy."""
     optimizer: CriticOptimizerConfig = subsection(CriticOptimizerConfig)
     """Optimizer of the critic."""
-    warmup_steps: int = number(0, at_least=0, resume="update")
+    warmup_steps: int = setting(0, at_least=0, resume="update")
     """First steps of the run in which only the critic is trained."""

@@ -286,15 +286,6 @@ def refuse_unknown_keys(config: Config) -> None:
             raise UserError(no_such_key(f"{name}.{unknown}".lstrip(".")))
 
 
-def instead_of(name: str) -> str:
-    """Return what a message says after a name that is neither a key nor a section."""
-    sections = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    open_section = next(filter(is_open, sections), None)
-    if open_section is not None:
-        return f"name {open_section} as a whole"
-    return _suggestion(name)
-
-
 def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
     """Return the names that a name which is neither a key nor a section may stand for."""
     shown = plain(wrong)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
-from trainer.config.sweep_jobs import DIRECTION
+from trainer.config.command_line import DIRECTION
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.files.redaction import redact_command, redact_text

@@ -18,7 +18,7 @@ import pytest
 import trainer
 from tests.support.lacking import lacking
 from trainer.__main__ import COMMANDS
-from trainer.config.sweep_jobs import OPTUNA
+from trainer.config.command_line import OPTUNA
 
 ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -58,7 +58,6 @@ AT_THE_BOUND = [
         (["rollout.in_flight_updates=true"], "tis"),
         (["rollout.ahead=1", "algorithm.old_logprobs=rollout"], None),
         (["rollout.ahead=1", "algorithm.rollout_correction=off"], None),
-        (["rollout.ahead=1", "algorithm.rollout_correction=null"], None),
         (["rollout.ahead=1", "algorithm.rollout_correction=mis"], "mis"),
         (["algorithm.rollout_correction=tis"], "tis"),
     ],

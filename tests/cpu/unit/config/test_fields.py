@@ -16,11 +16,9 @@ from trainer.config.fields import (
     ResumeRule,
     Section,
     changed_keys,
-    choice,
-    choices,
     config_error,
-    number,
     resume_rules,
+    setting,
     subsection,
     walk_keys,
     walk_sections,
@@ -116,15 +114,15 @@ def test_bounds_are_those_that_runs_need():
 
 @dataclass
 class Inner(Section):
-    names: list[str] = choices(("a", "b"), resume="harmless")
-    mode: str | None = choice(None, (None, "a"), resume="rollouts")
+    names: list[str] = setting(default_factory=list, choices=("a", "b"), resume="harmless")
+    mode: str | None = setting(None, choices=(None, "a"), resume="rollouts")
 
 
 @dataclass
 class Outer(Section):
     inner: Inner = subsection(Inner, resume="update")
-    share: float | None = number(None, above=0, at_most=1, resume="update")
-    every: int = number(3, at_least=2, off=-1, resume=ResumeRule("never", "it is fixed"))
+    share: float | None = setting(None, above=0, at_most=1, resume="update")
+    every: int = setting(3, at_least=2, off=-1, resume=ResumeRule("never", "it is fixed"))
 
 
 def test_metadata_holds_the_rule_of_each_helper():

@@ -12,9 +12,7 @@ from trainer.errors import UserError
 
 def test_a_section_has_what_is_given_and_the_rest_of_its_base():
     base = ValSetConfig(environment=EnvironmentConfig(name="a:B", max_turns=3, kwargs={"size": 2}))
-    section = read_section(
-        ValSetConfig, {"files": ["x.jsonl"], "environment": {"timeout_s": 5}}, "data.val_sets.x", base
-    )
+    section = read_section({"files": ["x.jsonl"], "environment": {"timeout_s": 5}}, "data.val_sets.x", base)
     assert section.files == ["x.jsonl"] and section.interval is None
     assert (section.environment.name, section.environment.max_turns) == ("a:B", 3)
     assert (section.environment.timeout_s, section.environment.kwargs) == (5.0, {"size": 2})
@@ -27,10 +25,10 @@ def test_another_function_does_not_get_the_arguments_of_the_one_before():
         environment=EnvironmentConfig(name="a:B", max_turns=3, kwargs={"size": 2}),
         reward=RewardConfig(name=["gsm8k", "math"], weights=[1.0, 2.0], success_threshold=0.5),
     )
-    section = read_section(ValSetConfig, {"environment": {"name": "a:C"}, "reward": {"name": "math"}}, "x", base)
+    section = read_section({"environment": {"name": "a:C"}, "reward": {"name": "math"}}, "x", base)
     assert (section.environment.kwargs, section.environment.max_turns) == ({}, 3)
     assert (section.reward.weights, section.reward.success_threshold) == ([], 0.5)
-    same = read_section(ValSetConfig, {"environment": {"name": "a:B"}}, "x", base)
+    same = read_section({"environment": {"name": "a:B"}}, "x", base)
     assert same.environment.kwargs == {"size": 2}
 
 
@@ -50,4 +48,4 @@ def test_another_function_does_not_get_the_arguments_of_the_one_before():
 )
 def test_a_wrong_value_is_refused_by_its_key(given, message):
     with pytest.raises(UserError, match=message):
-        read_section(ValSetConfig, given, "data.val_sets.x")
+        read_section(given, "data.val_sets.x", ValSetConfig())

@@ -10,9 +10,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer.config import compose
-from trainer.config.hydra import register
+from trainer.config.hydra import read_yaml, register
+from trainer.config.overrides import kind_of_text, quoted, unquoted
 from trainer.config.schema import KEYS, NAME, SECTIONS
-from trainer.config.texts import construct_yaml, kind_of_text, quoted, unquoted
 from trainer.files.documents import dump_yaml
 
 WORDS = ["12e4567", "1e5", "007", "0x10", "0o17", "0b11", "1_000", "1.10", "1.", ".5", "+1", "-1", "-0", "12:30:45",
@@ -24,7 +24,7 @@ OFF = "trainer.val_interval=-1"
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_text_is_the_word_of_the_command_line_and_of_a_file(word):
+def test_a_text_is_the_word_of_the_command_line_and_of_a_file(word, tmp_path):
     def parsed(given: str) -> Any:
         return OverridesParser.create().parse_override(quoted(given)).value()
 
@@ -33,7 +33,8 @@ def test_a_text_is_the_word_of_the_command_line_and_of_a_file(word):
     assert parsed(f"data.train_files=[{word},a]") == [word, "a"]
     assert parsed(f"model.path={word}") == (None if is_null else word), "it may be null"
     text = f"trainer: {{run_name: {word}}}\ndata:\n  train_files:\n    - {word}\nmodel: {{path: {word}}}\n"
-    values = construct_yaml(text)
+    (tmp_path / "own.yaml").write_text(text)
+    values = read_yaml(str(tmp_path / "own.yaml"))
     assert values["trainer"]["run_name"] == word and values["data"]["train_files"] == [word]
     assert values["model"]["path"] == (None if is_null else word)
 
@@ -80,7 +81,7 @@ def test_quotes_nulls_interpolations_and_other_keys_stay(tmp_path, monkeypatch):
     assert (config.trainer.run_name, config.trainer.seed) == ("1e5", 16)
     assert config.model.path is config.model.chat_template is config.model.cache_dir is None
     file.write_text("base: &base {run_name: 1e5}\ntrainer:\n  <<: *base\n  export_path: 1.10\n")
-    values = construct_yaml(file.read_text())
+    values = read_yaml(str(file))
     assert values["trainer"]["export_path"] == "1.10"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.full_disk import fill, free
 from tests.support.namespaces import small_disk
 from tests.support.toy import toy_config
-from trainer.config.outcome import outcome_of
+from trainer.config.command_line import outcome_of
 from trainer.errors import UserError
 from trainer.files.appended import AppendedFile, open_appended
 from trainer.metrics.tracker import read_metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import OPEN_SECTIONS, Config, compose
-from trainer.config.fields import RESUME, Section, number, walk_keys
+from trainer.config.fields import RESUME, Section, setting, walk_keys
 from trainer.config.rules import SavedRun, resume_rules
 from trainer.config.schema import with_sections
 from trainer.errors import UserError
@@ -208,7 +208,7 @@ def test_a_key_without_a_rule_is_an_error_at_import():
             new: int = 3
 
     with pytest.raises(TypeError, match="resume"):
-        number(3, at_least=0)  # type: ignore[call-arg]
+        setting(3, at_least=0)  # type: ignore[call-arg]
 
 
 OF_VALUES = (

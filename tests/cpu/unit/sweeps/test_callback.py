@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
+from trainer.config.command_line import register_plugins
 from trainer.config.hydra import conf_dir, register
-from trainer.config.sweep_jobs import register_plugins
 from trainer.sweeps.callback import SweepCallback
 
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.forks import run_forked
 from tests.support.jobs import environment
-from trainer.config.sweep_jobs import register_plugins
+from trainer.config.command_line import register_plugins
 from trainer.errors import UserError
 
 JOB = """
