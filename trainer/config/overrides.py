@@ -6,11 +6,10 @@ Keys whose values are texts take words as they were typed: `007`, `12e4567` and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,6 +24,7 @@ from trainer.config.schema import (
     no_such_key,
     plain,
     section_named,
+    type_of,
     without_source,
 )
 from trainer.config.tasks import OPTIONS
@@ -148,12 +148,6 @@ def refuse_unread(words: Sequence[str], config: Config) -> None:
 
 # --- Texts as they were typed ---
 
-_PIECES = re.compile(
-    r"""'(?:\\.|[^'\\])*+'|"(?:\\.|[^"\\])*+"|\$\{(?:[^{}]|\{[^{}]*+\})*+\}|\\.|[\[\]{}(),:]|[^\[\]{}(),:'"\\$]+|.""",
-    re.DOTALL,
-)
-_TYPED = re.compile(r"[-+]?[\d._]+(e[-+]?[\d_]+)?|[-+]?(inf|nan)|true|false|null", re.IGNORECASE)
-"""Words of which Hydra may make a number, a truth value or null."""
 _CHOOSE = ("choice", "shuffle", "sort", "tag", "str")
 """Functions of Hydra that may get texts."""
 _STRING = "tag:yaml.org,2002:str"
@@ -163,20 +157,54 @@ _NULL = "tag:yaml.org,2002:null"
 @functools.cache
 def kind_of_text(key: str) -> str:
     """Return the type of a key whose value is a text or a list of texts; empty: its values are others."""
-    section, _, last = plain(key).rpartition(".")
-    cls = section_named(section)
-    types = [str(field.type) for field in dataclasses.fields(cls) if field.name == last] if cls is not None else []
-    # `reward.name` is a text or a list of texts, which no type says.
-    return types[0] if types and types[0] in ("str", "str | None", "list[str]", "Any") else ""
+    kind = type_of(key)  # `reward.name` is a text or a list of texts, which no type says
+    return kind if kind in ("str", "str | None", "list[str]", "Any") else ""
 
 
 def quoted(word: str) -> str:
-    """Return an override in which words for keys of texts that look like other values are in quotes.
+    """Return an override in which words for keys of texts that Hydra would make other values of are in quotes.
 
-    null stays null where the key may have none.
+    null stays null where the key may have none. A word that Hydra cannot read stays as it is.
     """
-    name, equals, value = word.partition("=")
-    return f"{name}={_Quoting(name.lstrip('+~')).of(value)}" if equals else word
+    from hydra.core.override_parser import overrides_parser as grammar
+    from hydra.errors import HydraException
+
+    lexer = grammar.OverrideLexer(grammar.InputStream(word))
+    parser = grammar.OverrideParser(grammar.CommonTokenStream(lexer))
+    for recognizer in (lexer, parser):
+        recognizer.removeErrorListeners()
+        recognizer.addErrorListener(grammar.HydraErrorListener())
+    try:
+        tree = parser.override()
+    except HydraException:
+        return word
+    for token in reversed(list(_typed_texts(tree, word.partition("=")[0].lstrip("+~")))):
+        word = f"{word[: token.start]}'{token.text}'{word[token.stop + 1 :]}"
+    return word
+
+
+def _typed_texts(node: Any, key: str, in_list: bool = False) -> Iterator[Any]:
+    """Yield the tokens in a node of Hydra's parser, the value of `key`, that are texts by the schema and no text to
+    Hydra."""
+    from hydra.core.override_parser.overrides_parser import OverrideParser as Parser
+
+    inner = list(node.getChildren())
+    match node:
+        case Parser.PrimitiveContext():
+            tokens = [child.symbol for child in inner if child.symbol.type != Parser.WS]
+            kind = kind_of_text(key)
+            typed = {Parser.INT, Parser.FLOAT, Parser.BOOL, Parser.NULL}
+            if kind in ("str | None", "Any") and not in_list:
+                typed.remove(Parser.NULL)
+            yield from tokens if kind and len(tokens) == 1 and tokens[0].type in typed else ()
+            return
+        case Parser.FunctionContext() if node.ID().getText() not in _CHOOSE:
+            return
+        case Parser.DictKeyValuePairContext():
+            key = f"{key}.{node.dictKey().getText().strip()}"
+    for child in inner:
+        if child.getChildCount():
+            yield from _typed_texts(child, key, in_list or isinstance(node, Parser.ListContainerContext))
 
 
 def unquoted(word: str) -> str:
@@ -184,57 +212,6 @@ def unquoted(word: str) -> str:
     name, _, value = word.partition("=")
     bare = f"{name}={value[1:-1]}"
     return bare if value[:1] == "'" and quoted(bare) == word else word
-
-
-class _Quoting:
-    """Walks through a value in Hydra's grammar, element by element."""
-
-    def __init__(self, key: str):
-        self._key = key
-        self._outer: list[tuple[str, str]] = []
-        """The open brackets, each with the key around it."""
-        self._element: list[str] = []
-        self._done: list[str] = []
-
-    def of(self, value: str) -> str:
-        for piece in _PIECES.findall(value):
-            bracket = self._outer[-1][0] if self._outer else ""
-            if piece in ("[", "{", "("):
-                function = "".join(self._element).strip()
-                self._outer.append((piece, self._key))
-                if piece == "(" and function not in _CHOOSE:
-                    self._key = ""
-                self._take(piece, is_text=False)
-            elif piece in ("]", "}", ")"):
-                self._take(piece, is_text=True)
-                self._key = self._outer.pop()[1] if self._outer else ""
-            elif piece == ",":
-                self._take(piece, is_text=True)
-                self._key = self._outer[-1][1] if bracket == "{" else self._key
-            elif piece == ":" and bracket == "{" and self._key == self._outer[-1][1]:
-                self._key = f"{self._key}.{''.join(self._element).strip()}"
-                self._take(piece, is_text=False)
-            else:
-                self._element.append(piece)
-        self._take("", is_text=True)
-        return "".join(self._done)
-
-    def _take(self, piece: str, is_text: bool) -> None:
-        """End the element before a piece; it is a value if `is_text`."""
-        element, self._element = "".join(self._element), []
-        bare = element.strip()
-        if is_text and _TYPED.fullmatch(bare) and self._is_changed(bare):
-            element = element.replace(bare, f"'{bare}'")
-        self._done += [element, piece]
-
-    def _is_changed(self, bare: str) -> bool:
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-
-        kind = kind_of_text(self._key)
-        may_be_null = kind in ("str | None", "Any") and not any(bracket == "[" for bracket, _ in self._outer)
-        if not kind or may_be_null and bare.lower() == "null":
-            return False
-        return not isinstance(OverridesParser.create().parse_override(f"key={bare}").value(), str)
 
 
 def mark_texts(node: Any, key: str = "", in_list: bool = False) -> None:

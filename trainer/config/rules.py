@@ -477,23 +477,11 @@ def _is_port(logger: LoggerConfig) -> bool:
 
 @_rules_of("plan")
 def check_plan(config: Config) -> Rules:
-    """A workload that the config excludes."""
-    plan, used = config.plan, 0
-    if not config.task.generates:
-        for key in ("prompt_tokens", "response_tokens"):
-            tokens = getattr(plan, key) or 0
-            used += tokens
-            problem = f"makes examples longer than sft.max_length={config.sft.max_length}"
-            yield tokens and used > config.sft.max_length, f"plan.{key}", problem
-        return
-    most = config.rollout.max_prompt_tokens
-    problem = f"is above the longest, rollout.max_prompt_tokens={most}"
-    yield (plan.prompt_tokens or 0) > most, "plan.prompt_tokens", problem
-    most = plan.most_response_tokens(config)
-    longest = f"the longest, rollout.max_response_tokens={most}"
-    if any(environment.name for environment in config.environments):
-        longest = f"what the prompt leaves of the longest episode, {most}"
-    yield (plan.response_tokens or 0) > most, "plan.response_tokens", f"is above {longest}"
+    """Mean sequences that are longer than the longest."""
+    prompt, response = config.plan.prompt_tokens or 0, config.plan.response_tokens or 0
+    key = "plan.response_tokens" if response else "plan.prompt_tokens"
+    problem = f"makes the mean sequence longer than the longest, which has {config.longest_row} tokens"
+    yield prompt + response > config.longest_row, key, problem
 
 
 # --- What a resume may change ---

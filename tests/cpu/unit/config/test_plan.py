@@ -15,10 +15,12 @@ def test_a_plan_is_for_this_machine_by_default():
 
 @pytest.mark.parametrize("name", ["prompt", "response"])
 def test_a_mean_is_no_longer_than_the_longest(name):
-    limit = f"rollout.max_{name}_tokens=100"
-    assert config_of([limit, f"plan.{name}_tokens=100"])
-    with pytest.raises(UserError, match=f"plan.{name}_tokens=101: is above the longest, {limit}"):
-        config_of([limit, f"plan.{name}_tokens=101"])
+    limits = ["rollout.max_prompt_tokens=60", "rollout.max_response_tokens=40"]
+    assert config_of([*limits, f"plan.{name}_tokens=100"])
+    assert config_of([*limits, "plan.prompt_tokens=60", "plan.response_tokens=40"])
+    for words in ([f"plan.{name}_tokens=101"], ["plan.prompt_tokens=61", "plan.response_tokens=40"]):
+        with pytest.raises(UserError, match="makes the mean sequence longer than the longest, which has 100 tokens"):
+            config_of([*limits, *words])
 
 
 def test_a_job_reads_no_key_of_plans():
