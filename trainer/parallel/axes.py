@@ -32,11 +32,7 @@ with the same rows are the fastest, and axes that FSDP2 shards over are neighbou
 
 
 def axis_sizes(trainer: TrainerConfig, ranks: int | None = None) -> dict[str, int]:
-    """Return the size of each axis, by name.
-
-    Args:
-        ranks: number of ranks of a role. None: as few as the sizes in the config allow.
-    """
+    """Return the size of each axis for a number of ranks. None: for as few as the sizes in the config allow."""
     least = trainer.layout_size
     ranks = least if ranks is None else ranks
     assert ranks % least == 0, f"{ranks} ranks cannot form axes of {least}"

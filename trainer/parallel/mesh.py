@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,17 +44,9 @@ def pick_device(device: str, engine: EngineSpec | None) -> str:
             import_module("torchvision")
     if device != "auto":
         return device
-    return "cuda" if torch.cuda.is_available() and not _is_cpu_build(engine) else "cpu"
-
-
-def _is_cpu_build(engine: EngineSpec | None) -> bool:
-    if engine is None or engine.cpu_distribution is None:
-        return False
-    try:
-        distribution(engine.cpu_distribution)
-    except PackageNotFoundError:
-        return False
-    return True
+    name = engine.cpu_distribution if engine is not None else None
+    is_cpu_build = name is not None and any(Distribution.discover(name=name))
+    return "cuda" if torch.cuda.is_available() and not is_cpu_build else "cpu"
 
 
 _listening: dict[str, socket.socket] = {}
