@@ -138,7 +138,7 @@ MOST_LINES = {
     "cluster": (2450, 2200),
     "data": (2550, 1900),
     "metrics reports": (3450, 3200),
-    "config": (3950, 3200),
+    "config": (3900, 3200),
     "plan": (2350, 1650),
     "view": (900, 900),
     "evaluate": (850, 500),
