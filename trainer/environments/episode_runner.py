@@ -107,10 +107,6 @@ class RunningEpisode(Session):
         self.was_cut = False
         """The last reply has reached its limit."""
 
-    def needs_reply(self, max_turns: int) -> bool:
-        """Whether the policy may be asked once more, whatever the environment answers."""
-        return not (self.ended or self.was_cut or len(self.replies) == max_turns)
-
     def take_reply(self, completion: Completion) -> None:
         assert self.conversation is not None
         self.was_cut = completion.finish_reason == "length"
@@ -157,8 +153,8 @@ class EnvironmentRunner(EpisodeRunner):
             self._continue(episode)
             while not episode.ended:
                 episode.take_reply(await asks(self._next_request(episode)))
-                if not episode.needs_reply(self._config.max_turns):
-                    asks.finish()
+                if episode.was_cut or len(episode.replies) == self._config.max_turns:
+                    asks.finish()  # whatever the environment answers
                 await episode.answer(together)
                 self._continue(episode)
         finally:

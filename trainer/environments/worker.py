@@ -21,7 +21,6 @@ from trainer.sandbox.worker import Handler, UserThreads, line_of
 
 RESERVED = frozenset(("turns", "tokens"))
 """Names of `episode/<name>/mean` that no metric of an environment may have."""
-RESERVED_FOR_AGENTS = RESERVED | {"samples", "errors"}
 
 
 def largest_message(most_characters: int) -> int:
@@ -171,7 +170,7 @@ def _result(value: Any) -> dict[str, Any]:
         if isinstance(reward, str):
             raise TypeError(f"it must be a trainer.environments.AgentResult or a number, not {value!r:.80}")
         value = AgentResult(reward)
-    return _numbers(value, RESERVED_FOR_AGENTS, "episode")
+    return _numbers(value, RESERVED | {"samples", "errors"}, "episode")
 
 
 def _step(value: Any) -> dict[str, Any]:
