@@ -221,7 +221,7 @@ SLIPS = {
     ),
     # What a kill leaves
     "deadline": Slip(
-        "run/stopping.py",
+        "run/recovery.py",
         "time.time() + seconds_needed > self._deadline",
         "time.time() > self._deadline",
         "unit/run/test_stopping.py",
@@ -264,14 +264,14 @@ SLIPS = {
     ),
     "restart_limit": Slip(
         "process/failures.py",
-        "if len(self._times) >= self._limit:",
-        "if len(self._times) > self._limit:",
+        "if len(times) >= restarts.limit:",
+        "if len(times) > restarts.limit:",
         "unit/process/test_failures.py",
     ),
     "same_fault": Slip(
         "process/failures.py",
-        "if failure_class == JOB and (step, cause) in self._faults:",
-        "if failure_class == JOB and (step, failure_class) in self._faults:",
+        "faults = {(step, cause)} if failure_class == JOB else set()",
+        "faults = {(step, failure_class)} if failure_class == JOB else set()",
         "unit/process/test_failures.py",
     ),
     # What people read

@@ -25,7 +25,7 @@ from trainer.process.watchdog import Watchdog
 from trainer.reports.report import final_report
 from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
-from trainer.run.stopping import OnStep, StopRequest
+from trainer.run.state import OnStep, StopRequest
 from trainer.tasks.base import Task, make_trainer
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
 
     Args:
         device: `cuda` or `cpu`.
-        early: what of the cluster has been started.
+        early: what of the cluster has been started, for a job on CPUs.
         on_step: not called for the steps of a warm start.
     """
     cfg, t = task.cfg, task.cfg.trainer
@@ -77,7 +77,7 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
             if server is not None:
                 server.progress = watchdog.progress
             trainer = make_trainer(task, cluster, directory, task.initial_weights(), stop, server)
-            trainer.fit()
+            trainer.run()
             model = f"; model: {trainer.exports.export_last(trainer.state.step)}" if task.exports_last else ""
     LOG.info(f"finished step {trainer.state.step} of {total}{best.sentence(trainer.state.best)}{model}")
     if cfg.logger.plot:

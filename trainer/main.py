@@ -23,7 +23,7 @@ from trainer.process.machine_limits import usable_cores
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
 from trainer.run.run_metadata import has_metrics, second_run
-from trainer.run.stopping import OnStep
+from trainer.run.state import OnStep
 
 LOG = logging.getLogger(__name__)
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
@@ -145,7 +145,7 @@ def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
     with StartUp():
         refuse_unread(words_given(), cfg)
         # Takes a moment, which a refused config need not wait.
-        from trainer.cluster.early_start import early_for, early_start
+        from trainer.cluster.early_start import early_start
 
         with early_start(cfg, _RANK_MODULES) as early:
             device = prepare(cfg)
@@ -154,7 +154,7 @@ def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
                     from trainer.jobs import run_task
                     from trainer.tasks import build_task
                 task = build_task(cfg)
-            run_task(task, device, early_for(early, device), on_step)
+            run_task(task, device, early, on_step)
     return best_value(cfg)
 
 

@@ -21,7 +21,7 @@ from trainer.checkpoint.exports import PolicyExports
 from trainer.checkpoint.start_weights import start_weights_part
 from trainer.config import Config
 from trainer.episodes import Episode
-from trainer.errors import DivergedError, NonFiniteError, UserError, format_size
+from trainer.errors import format_size
 from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
@@ -42,9 +42,8 @@ from trainer.process.startup import stage
 from trainer.run.directory import RunDirectory
 from trainer.run.recovery import Recovery
 from trainer.run.replay_check import ReplayAudit
-from trainer.run.save_schedule import SaveSchedule, SaveTracker
-from trainer.run.state import SHAPE_OF_STATE, TrainerState
-from trainer.run.stopping import StopRequest
+from trainer.run.saves import Saves
+from trainer.run.state import SHAPE_OF_STATE, StopRequest, TrainerState
 from trainer.seeding import derive_seed
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.transcripts import TranscriptLog
@@ -100,8 +99,8 @@ class Trainer:
         self.is_enough = is_enough
         self.server = server
         self.audit: ReplayAudit | None = None
-        self.schedule = SaveSchedule(t.ckpt_interval)
-        self._reset_state()
+        self.saves = Saves(t.ckpt_interval, t.ckpt_path, self.checkpoints)
+        self.state = TrainerState()
         self.recovery = Recovery(t, stop, cfg.task.optimizer)
         self.assets = policy_assets(cfg, model_path, tokenizer)  # now, so that no save fails because of them
         exporter = PolicyExporter(
@@ -117,7 +116,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------
     # The loop
 
-    def fit(self) -> None:
+    def run(self) -> None:
         """Train up to `trainer.total_steps`. If ranks fail, start new ones and continue from the last commit.
 
         Raises:
@@ -130,55 +129,49 @@ class Trainer:
             partial(self.source.load_state_dict, self.source.state_dict()),
             partial(restore_rng, capture_rng()),
         ]
-        load, is_loaded = self._load_start_weights, False
         with closing(self.journal), self.source, self.checkpoints.ended():  # until then the source adds to both
-            while True:
-                try:
-                    load()
-                    is_loaded = True
-                    return self._train()
-                except Exception as error:
-                    SIGNALS.restarting()
-                    self.learner.cluster.drain(error)
-                    self.recovery.accept(error, self.saves.last_good, is_loaded)
-                    load = partial(self._restart, resets)
-                except Stopped as reason:
-                    self.recovery.stopped(reason)
-                    raise
+            self.recovery.run(self._load_start_weights, self.fit, partial(self._restart, resets), self.saves)
 
-    def _load_start_weights(self) -> None:
-        with stage("loading the model into the ranks"):
-            self.learner.build(self.model_path)
-
-    def _train(self) -> None:
+    def fit(self) -> None:
         """Train from the last commit up to the last step: the same at the start of a job and after its ranks died."""
-        with stage("loading the checkpoint"):
-            self.load_checkpoint()
+        self.load_checkpoint()
+        with self._running():
+            while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
+                with self._step() as step:
+                    episodes = self.source.next(step)
+                    experience = self.learner.score(episodes, step)
+                    metrics = self._update(episodes, experience, step)
+                    self.source.publish(step + 1)
+                self.save_if_due(self.finish_step(step, episodes, metrics))
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run what the steps need while the block trains; after its last step, export what is due and end the saves."""
         with self._open_tracker() as self.tracker, self._open_progress() as self.progress:
-            self._begin_checks()
+            # The checks of the metrics begin with the steps that are logged.
+            self.checks = MetricChecks(self.cfg, self.learner.compares_completions, self.directory.metrics())
             self._announce()
             with stage("starting what generates and rewards"):
                 is_initial = self.directory.resume is None and not self.recovery.restarted
                 self.source.start(version=self.state.step + 1, is_initial=is_initial)
             self.recovery.complete()
             with stage("evaluating the weights"):
-                self._evaluate_start()
-            with SIGNALS.in_training_loop(), self._saves_completed():
-                while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
-                    step = self.state.step + 1
-                    self.recovery.begin_step(step)
-                    with self.learner.profiled(step), self.timer("step", step=step):
-                        episodes = self.source.next(step)
-                        experience = self.learner.score(episodes, step)
-                        metrics = self._update(experience, step)
-                        self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
-                        failpoint("trained")
-                        self.source.publish(step + 1)
-                    self.save_if_due(self.finish_step(step, episodes, metrics))
+                if self.state.step == 0 and self.cfg.validates_start:
+                    self._log(0, self._evaluate(0))
+            with SIGNALS.in_training_loop(), self.saves.completed():
+                yield
                 self.exports.export_if_missing(self.state.step)
-                self._wait_for_saves()
+                self.saves.wait()
 
-    def _update(self, experience: Experience, step: int) -> dict[str, float]:
+    @contextmanager
+    def _step(self) -> Iterator[int]:
+        """Give the number of the next step to the block, and measure the block."""
+        step = self.state.step + 1
+        self.recovery.begin_step(step)
+        with self.learner.profiled(step), self.timer("step", step=step):
+            yield step
+
+    def _update(self, episodes: list[Episode], experience: Experience, step: int) -> dict[str, float]:
         # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
         saving = self.checkpoints.saving or self.saves.begun == self.state.step
         self.journal.wait()  # what a step trains on must come back after a kill
@@ -187,6 +180,8 @@ class Trainer:
             blocked = self.learner.ranks.pop_stall_seconds()
             self.timer.add("checkpoint_blocked", blocked)
             self.saves.add_blocked(self.saves.begun, blocked)
+        self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
+        failpoint("trained")
         return metrics
 
     def finish_step(self, step: int, episodes: list[Episode], metrics: dict[str, float]) -> dict[str, float]:
@@ -207,50 +202,35 @@ class Trainer:
         metrics["progress/epoch"] = self.source.epoch
         if self.cfg.validates(step):
             metrics |= self._evaluate(step)
-        problem = self.audit.check(step, metrics, self.journal.replay.has_all(step)) if self.audit else None
-        if problem is not None:
-            self._accept_mismatch(problem)
+        if self.audit is not None:
+            self.audit.check(step, metrics, self.journal.replay.has_all(step))
         self._log(step, metrics)
         failpoint("logged")
         self.saves.collect(self.checkpoints.results())
         self.exports.export_if_due(step)
         return metrics
 
-    def _reset_state(self) -> None:
-        """Build the state with which ranks start. `_train` then loads the last commit."""
-        t, resume = self.cfg.trainer, self.directory.resume
-        self.state = TrainerState()
-        self.saves = SaveTracker(t.ckpt_path, self.schedule)
-        self.saves.last_good = resume.checkpoint.path if resume is not None else ""
+    def _load_start_weights(self) -> None:
+        with stage("loading the model into the ranks"):
+            self.learner.build(self.model_path)
 
-    def _restart(self, resets: Sequence[Callable[[], None]]) -> None:
-        """Start new ranks. `resets` bring KL controller, source and random generators back to where the run began."""
+    def _restart(self, resets: Sequence[Callable[[], None]], error: Exception) -> None:
+        """Start new ranks after `error`. `resets` bring KL controller, source and random generators back to where the
+        run began; `fit` then loads the last commit."""
+        self.learner.cluster.drain(error)
         with stage("starting the ranks again"):
             self.checkpoints.wait(time_limits.SAVE_END_S)  # a save under way is good if its ranks live
             self.learner.close()
-            self.checkpoints.wait()
-            self.saves.collect(self.checkpoints.results(), last=True)
+            self.saves.wait(last=True)
             self.recovery.wait()
             self.directory.rediscover()
             self.recovery.lost_s = self.directory.lost_seconds()
-            self._reset_state()
+            self.saves.restart()
+            self.state = TrainerState()
             self.timer.pop()
             for reset in resets:
                 reset()
             self.learner.restart(self.model_path)
-
-    def _accept_mismatch(self, problem: str) -> None:
-        """Warn of a replayed step that differs from the log, or stop the run (`trainer.on_resume_mismatch`).
-
-        Raises:
-            UserError: the run is to stop.
-        """
-        assert self.directory.resume is not None and self.audit is not None
-        path = self.directory.resume.checkpoint.path
-        if self.cfg.trainer.on_resume_mismatch == "stop":
-            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {path}, but {problem}")
-        self.audit.discard()
-        LOG.warning("resumed from %s, but %s", path, problem)
 
     # ---------------------------------------------------------------------------------------------------
     # What is saved, when, and what is restored
@@ -285,19 +265,14 @@ class Trainer:
         stopping = self.stop.reason is not None and not last
         with self.timer("checkpoint_blocked"):
             if stopping or last:
-                self._save_last(metrics)
-            elif self.schedule.due(step):
+                self.saves.save_last(step, partial(self.save_checkpoint, metrics))
+            elif self.saves.is_due(step):
                 self.save_checkpoint(metrics)
         if stopping:
             raise Stopped(f"stopped after step {step} of {total} ({self.stop.reason}); {CONTINUES}")
 
     def save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Begin to write `global_step_{step}`; training continues meanwhile."""
-        step = self.state.step
-        if self.saves.begun == step:
-            return
-        with self.saves.blocking(self.saves.begun):
-            self.checkpoints.wait()
         description = {
             **self.learner.ranks.description,
             "config_digest": config_digest(self.directory.cfg),
@@ -305,24 +280,8 @@ class Trainer:
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
         }
-        with self.saves.blocking(step):
-            # A checkpoint must not outlive what was logged of its steps.
-            self.checkpoints.save(step, self.parts, description, before=(self.tracker.flush, self.transcripts.flush))
-        self.saves.begun = step
-        self.schedule.saved()
-
-    def _save_last(self, metrics: dict[str, float]) -> None:
-        """Save the last state of this process, and wait until it is committed (see `SaveTracker.save_last`)."""
-
-        def save() -> None:
-            self.save_checkpoint(metrics)
-            self._wait_for_saves(last=True)
-
-        self.saves.save_last(self.state.step, save)
-
-    def _wait_for_saves(self, last: bool = False) -> None:
-        self.checkpoints.wait()
-        self.saves.collect(self.checkpoints.results(), last)
+        # A checkpoint must not outlive what was logged of its steps.
+        self.saves.begin(self.state.step, self.parts, description, (self.tracker.flush, self.transcripts.flush))
 
     def load_data(self) -> None:
         """Restore the position in the data before `load_checkpoint` does the rest: other data is refused early.
@@ -340,27 +299,34 @@ class Trainer:
     def load_checkpoint(self) -> None:
         """Restore the checkpoint that the run directory has found; without one, the run starts from the beginning."""
         self.audit = None
-        self.directory.check_access(self.learner.ranks)
-        resume = self.directory.resume
-        if resume is None:
-            self.journal.start(0, first_history(self.cfg, self.model_path))
-            return
-        checkpoint = resume.checkpoint
-        loaded = {"data"} if self._data_of == checkpoint.path else set()
-        self._data_of = None
-        parts = [part for part in resume.restore.chosen(self.parts, checkpoint) if part.name not in loaded]
-        self.checkpoints.load(checkpoint, parts, resume.restore)
-        self.saves.last_good = checkpoint.path
-        self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
-        if resume.restore.fork:
-            self.state.run_ids, self.state.best = {}, {}  # those of the parent are not of this run
-            return
-        self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
-        same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
-        t = self.cfg.trainer
-        exact = self.learner.cluster.device == "cpu" or t.deterministic
-        same = same_layout, resume.altered, self.source.repeats
-        self.audit = ReplayAudit(t.run_dir, checkpoint.step, exact, *same)
+        with stage("loading the checkpoint"):
+            self.directory.check_access(self.learner.ranks)
+            resume = self.directory.resume
+            if resume is None:
+                self.journal.start(0, first_history(self.cfg, self.model_path))
+                return
+            checkpoint = resume.checkpoint
+            loaded = {"data"} if self._data_of == checkpoint.path else set()
+            self._data_of = None
+            parts = [part for part in resume.restore.chosen(self.parts, checkpoint) if part.name not in loaded]
+            self.checkpoints.load(checkpoint, parts, resume.restore)
+            self.saves.last_good = checkpoint.path
+            self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
+            if resume.restore.fork:
+                self.state.run_ids, self.state.best = {}, {}  # those of the parent are not of this run
+                return
+            self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
+            same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
+            t = self.cfg.trainer
+            self.audit = ReplayAudit(
+                t.run_dir,
+                checkpoint,
+                exact=self.learner.cluster.device == "cpu" or t.deterministic,
+                same_layout=same_layout,
+                altered=resume.altered,
+                same_episodes=self.source.repeats,
+                stops=t.on_resume_mismatch == "stop",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -384,26 +350,12 @@ class Trainer:
         self.transcripts.add_evaluation(step, evaluation)
         return evaluation.metrics
 
-    def _evaluate_start(self) -> None:
-        """Evaluate the initial weights."""
-        if self.state.step == 0 and self.cfg.validates_start:
-            self._log(0, self._evaluate(0))
-
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         self.state.best = better(self.state.best, *self.cfg.compared_by, step, metrics)
         self.tracker.log(step, metrics, self.transcripts.pop(step))
         self.progress.update(step, metrics)
         if (divergence := self.checks.update(step, metrics)) is not None:
             raise self.recovery.diverged(divergence, self.checkpoints.store.steps())
-
-    @contextmanager
-    def _saves_completed(self) -> Iterator[None]:
-        """Complete the saves that are under way before a sentence to the user ends the run."""
-        try:
-            yield
-        except (UserError, NonFiniteError, DivergedError):
-            self._wait_for_saves(last=True)  # the sentence may be why a save has failed
-            raise
 
     def _open_tracker(self) -> Tracker:
         cfg, run_ids = self.directory.cfg, self.state.run_ids
@@ -417,10 +369,6 @@ class Trainer:
     def _open_progress(self) -> Progress:
         cfg, state, history = self.cfg, self.state, self.directory.metrics()
         return Progress(cfg.total_steps, state.step, history, self.timer, cfg.task.shown)
-
-    def _begin_checks(self) -> None:
-        """Let the checks of the metrics begin with the steps that are logged."""
-        self.checks = MetricChecks(self.cfg, self.learner.compares_completions, self.directory.metrics())
 
     def _announce(self) -> None:
         t, resume, size = self.cfg.trainer, self.directory.resume, self.learner.ranks.size()

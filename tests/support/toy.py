@@ -29,7 +29,7 @@ from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Experience
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 from trainer.sources.supervised import SupervisedSource
 from trainer.trainer import Trainer
 
@@ -143,10 +143,10 @@ def toy_run(cfg: Config, model: Path, stop_after: int | None = None) -> Trainer:
         trainer = toy_trainer(cfg, directory, model)
         if stop_after is not None:
             trainer.cfg.trainer.total_steps, wanted = stop_after, trainer.cfg.trainer.total_steps
-            trainer.fit()
+            trainer.run()
             trainer.cfg.trainer.total_steps = wanted
         else:
-            trainer.fit()
+            trainer.run()
     return trainer
 
 

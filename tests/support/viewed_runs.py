@@ -15,8 +15,7 @@ from tests.support.metrics import make_tracker, step_metrics
 from trainer.data.rollout_io import write_rollouts
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.metrics.samples import Transcript, write_validation
-from trainer.process.failure_log import Incident
-from trainer.process.failures import JOB
+from trainer.process.failures import JOB, Incident
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 HOSTILE = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -15,8 +16,7 @@ from ray import cloudpickle
 from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trainer.cluster.worker_groups import Timeouts, WorkerGroup
-from trainer.cluster.worker_setup import failure_of, prepare_process
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup, failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
 from trainer.process import time_limits
 from trainer.process.startup import importing
@@ -34,8 +34,9 @@ class _Host:
         prepare_process(ray.util.get_node_ip_address())
         self._building: Future[Any] = Future()
 
-    def build(self, message: bytes) -> None:
-        """Build the object. Must be the first call."""
+    def build(self, path: list[str], message: bytes) -> None:
+        """Build the object, whose modules may be in the directories `path`. Must be the first call."""
+        sys.path += [directory for directory in path if directory not in sys.path]
         try:
             with importing():
                 factory, args = pickle.loads(message)
@@ -112,7 +113,8 @@ def launch_actors(
         worker_options = dict(options(worker))
         variables = {**env, **worker_options.pop("env", {})}
         process = remote.options(**worker_options, runtime_env={"env_vars": variables}).remote()
-        process.build.remote(cloudpickle.dumps((factory, worker_args[worker])))
+        path = [os.path.abspath(directory) for directory in sys.path]
+        process.build.remote(path, cloudpickle.dumps((factory, worker_args[worker])))
         return process
 
     return WorkerGroup(name, len(worker_args), launch, _Actors(), timeouts)

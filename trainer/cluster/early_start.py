@@ -17,19 +17,6 @@ Early = ForkServer | RayHead | None
 """What has been started: the process that forks the ranks, or Ray."""
 
 
-def early_for(early: Early, device: str) -> Early:
-    """Return what has been started, for a job on `device`. What a job on GPUs cannot use is ended.
-
-    Args:
-        device: `cuda` or `cpu`.
-    """
-    if device == "cpu" or early is None:
-        return early
-    with SIGNALS.deferred():
-        early.close()
-    return None
-
-
 @contextmanager
 def early_start(cfg: Config, modules: Sequence[str]) -> Iterator[Early]:
     """Begin to start the cluster of a job on CPUs of this machine; end it after the block.

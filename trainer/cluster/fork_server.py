@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import psutil
 
 from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, is_running, signal_on_death_of_parent
-from trainer.cluster.worker_setup import prepare_process
+from trainer.cluster.worker_groups import prepare_process
 from trainer.errors import describe_error
 from trainer.process import time_limits
 from trainer.process.signals import HANDLED

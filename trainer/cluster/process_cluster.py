@@ -19,8 +19,7 @@ import psutil
 
 from trainer.cluster.fork_server import BUILD, HOST, ForkServer, end_tree
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
-from trainer.cluster.worker_groups import Timeouts, WorkerGroup
-from trainer.cluster.worker_setup import failure_of
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup, failure_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
 from trainer.files.shared_memory import PrivateDirectory

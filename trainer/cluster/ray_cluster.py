@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+import trainer
 from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
 from trainer.cluster.node_health import NodeHealth
@@ -36,8 +39,7 @@ from trainer.cluster.worker_groups import Timeouts, WorkerGroup
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, Incident
-from trainer.process.failures import INFRASTRUCTURE, broken_node
+from trainer.process.failures import INCIDENTS, broken_node
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import stage
 from trainer.process.watchdog import ends_within
@@ -47,6 +49,14 @@ LOG = logging.getLogger(__name__)
 _DRAINED = "trainer.excluded_nodes contains it"
 RAY_LOGS = "ray_logs"
 """Directory below the run directory with Ray's logs of a job that failed."""
+
+
+class _JobConfig(JobConfig):
+    """Keeps Ray from putting the working directory first in the import path of workers, where a file of the user hides
+    modules of the same name. `launch_actors` appends the import path of the driver instead."""
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
 
 
 class RayCluster:
@@ -93,10 +103,15 @@ class RayCluster:
         return self
 
     def _join(self, address: str) -> None:
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if not address.startswith("ray://"):  # else the server of the client, which may lack this module, gets it
+            root = os.path.dirname(os.path.dirname(trainer.__file__))
+            runs_in_sources = os.path.abspath(sys.path[0]) == root
+            options["job_config"] = _JobConfig(_py_driver_sys_path=[root] if runs_in_sources else [])
         try:
             # On another thread: on the main thread, Ray would install a SIGTERM handler that ends the process.
             with SIGNALS.deferred(), SIGNALS.blocked(), ThreadPoolExecutor(1) as thread:
-                thread.submit(ray.init, address=address, log_to_driver=False, logging_level="ERROR").result()
+                thread.submit(ray.init, address=address, **options).result()
                 SIGNALS.reinstall()  # Ray's C++ code installs handlers on any thread
         except (ConnectionError, RuntimeError, ValueError) as error:
             if self._head is not None:
@@ -232,7 +247,7 @@ class RayCluster:
         (group,) = self._place([[bundle] * count])
         options = [placement.options_in(bundle, group, index) for index in placement.bundles_by_node(group)]
         args = [(rank, count, self.device) for rank in range(count)]
-        return self._register(self._launch(name, factory, args, options.__getitem__, env), [group])
+        return self._launch(name, factory, args, options.__getitem__, env, [group])
 
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
@@ -253,7 +268,7 @@ class RayCluster:
                 started.add(engine)
                 return placement.options_in(bundle, placed[engine], 0)
 
-        return self._register(self._launch("engine", factory, args, options, env), placed)
+        return self._launch("engine", factory, args, options, env, placed)
 
     def drain(self, error: Exception) -> None:
         """Place no process on the node of a broken GPU that has caused a worker's `error`."""
@@ -272,9 +287,12 @@ class RayCluster:
         args: list[tuple],
         options: Callable[[int], dict[str, Any]],
         env: dict[str, str],
+        placed: list[PlacementGroup],
     ) -> WorkerGroup:
         forwarded = forwarded_variables(os.environ) if self._head is None else {}
-        return launch_actors(name, factory, args, options, {**forwarded, **env}, self._timeouts)
+        group = launch_actors(name, factory, args, options, {**forwarded, **env}, self._timeouts)
+        self._groups.append((group, placed))
+        return group
 
     def _bundle(self, gpus: int) -> dict[str, float]:
         """Return the resources of one process: a CPU and, on GPUs, `gpus` GPUs."""
@@ -337,10 +355,6 @@ class RayCluster:
             self._timeouts.check_cluster()  # Ray may have died since the first check
             reason = f"Ray cannot store a batch: {one_line(str(error))}"
             raise WorkerError(reason, RESTART_HINT) from error
-
-    def _register(self, group: WorkerGroup, placed: list[PlacementGroup]) -> WorkerGroup:
-        self._groups.append((group, placed))
-        return group
 
     def _place(
         self, groups: Sequence[list[dict[str, float]]], labels: Sequence[dict[str, str]] | None = None
@@ -409,9 +423,7 @@ class RayCluster:
                 if reason == _DRAINED:
                     continue  # the user's choice is not an incident
                 text, cause = f"node {node} is excluded: {reason}", reason if node in drained else "failed node"
-                INCIDENTS.record(
-                    Incident(INCIDENTS.step, "node", str(node), str(node), INFRASTRUCTURE, cause, "excluded", 0.0, text)
-                )
+                INCIDENTS.note("node", str(node), cause, "excluded", text, node=str(node))
         return {node.id: reason for node, reason in excluded.items()}
 
     @property

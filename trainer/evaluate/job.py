@@ -40,7 +40,7 @@ from trainer.models.files import resolve_model_path
 from trainer.models.heads import refuse_classifier, refuse_classifier_in
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS
+from trainer.process.failures import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage

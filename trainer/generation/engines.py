@@ -30,8 +30,7 @@ from trainer.generation.transport import wait_for_all
 from trainer.models.files import check_torchvision
 from trainer.models.weight_files import check_one_reading
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, describe
-from trainer.process.failures import Decision, Restarts
+from trainer.process.failures import INCIDENTS, Decision, Restarts, decide, describe
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -235,7 +234,7 @@ class Engines:
             decision = Decision(delay_s=time_limits.SERVER_RETRY_S)
             successor = "waits for the server"
         elif loss is None or (step, loss) not in self._lost_nodes:  # one lost node may have had several engines
-            decision = self._restarts.decide(error, step, time.monotonic())
+            decision, self._restarts = decide(self._restarts, error, step, time.monotonic())
         self._lost_nodes.add((step, loss))
         if decision.refusal:
             ending = _ending(error, decision)

@@ -1,20 +1,32 @@
-"""What a failure is, and what to do about it: its class, the GPU behind it, and whether processes start again."""
+"""Failures: their class, the GPU behind them, whether processes start again, and the record of them in the run."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 
 from trainer.errors import (
     DivergedError,
+    FailureSource,
     NonFiniteError,
     NonRetryableError,
     UserError,
     WorkerError,
     describe_error,
+    describe_with_place,
     failure_source_of,
     is_out_of_memory,
 )
+from trainer.files.appended import AppendedFile
+from trainer.files.atomic_io import open_regular
+from trainer.files.documents import is_count, is_number, parse_object
+from trainer.files.redaction import redact_text
 from trainer.process import time_limits
 from trainer.process.signals import Stopped
 
@@ -52,9 +64,6 @@ _OF_CODE = (
     *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, ConnectionError),
 )
 """What code raises that is wrong, or a path or an address that is. Machines that fail raise other errors."""
-
-# ----------------------------------------------------------------------------------------------------------
-# GPUs
 
 _TEXTS = (
     (
@@ -144,31 +153,153 @@ class Decision:
     """The run itself is at fault: its step failed again in the same way."""
 
 
+@dataclass(frozen=True)
 class Restarts:
-    """Counts the restarts of processes with the same role, of which a window of `window_s` may have `limit`
-    (`trainer.max_restarts`). Uses neither processes nor clocks."""
+    """The restarts of processes with the same role, of which a window of `window_s` may have `limit`
+    (`trainer.max_restarts`)."""
 
-    def __init__(self, limit: int, window_s: float):
-        self._limit = limit
-        self._window_s = window_s
-        self._times: list[float] = []
-        self._faults: set[tuple[int, str]] = set()
-        self.count = 0
-        """Restarts so far."""
+    limit: int
+    window_s: float
+    times: tuple[float, ...] = ()
+    """Those within the window at the last decision."""
+    faults: frozenset[tuple[int, str]] = frozenset()
+    """Steps and causes of the failures of the class `JOB` after which processes were restarted."""
+    count: int = 0
+    """Restarts so far."""
 
-    def decide(self, error: Exception, step: int, now: float) -> Decision:
-        """Return the decision after `error`, which happened during `step`. A restart counts from now on."""
-        if not can_recover(error):
-            return Decision(refusal="a restart does not help")
-        failure_class, cause = classify(error)
-        if failure_class == JOB and (step, cause) in self._faults:
-            return Decision(refusal=f"step {step} failed again in the same way when it was repeated", repeated=True)
-        self._times = [time for time in self._times if now - time < self._window_s]
-        if len(self._times) >= self._limit:
-            return Decision(refusal=f"{len(self._times)} restarts within {self._window_s / 60:g} minutes are the limit")
-        if failure_class == JOB:
-            self._faults.add((step, cause))
-        delay = time_limits.RESTART_FIRST_DELAY_S * 2 ** (len(self._times) - 1) if self._times else 0.0
-        self._times.append(now)
-        self.count += 1
-        return Decision(min(delay, time_limits.RESTART_LONGEST_DELAY_S))
+
+def decide(restarts: Restarts, error: Exception, step: int, now: float) -> tuple[Decision, Restarts]:
+    """Return the decision after `error`, which happened during `step`, and the restarts with the one it decides on."""
+    if not can_recover(error):
+        return Decision(refusal="a restart does not help"), restarts
+    failure_class, cause = classify(error)
+    faults = {(step, cause)} if failure_class == JOB else set()
+    if faults & restarts.faults:
+        refusal = f"step {step} failed again in the same way when it was repeated"
+        return Decision(refusal=refusal, repeated=True), restarts
+    times = tuple(time for time in restarts.times if now - time < restarts.window_s)
+    if len(times) >= restarts.limit:
+        refusal = f"{len(times)} restarts within {restarts.window_s / 60:g} minutes are the limit"
+        return Decision(refusal=refusal), restarts
+    delay_s = time_limits.RESTART_FIRST_DELAY_S * 2 ** (len(times) - 1) if times else 0.0
+    after = replace(restarts, times=(*times, now), faults=restarts.faults | faults, count=restarts.count + 1)
+    return Decision(min(delay_s, time_limits.RESTART_LONGEST_DELAY_S)), after
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The failures of a run: `incidents.jsonl` has one line for each incident
+
+INCIDENTS_FILE = "incidents.jsonl"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One incident. Its fields are those of a line of `incidents.jsonl`."""
+
+    step: int
+    """The step during which it happened."""
+    role: str
+    """Role of the process: `driver`, `rank`, `engine`, `environment`, `reward`."""
+    name: str
+    """Name of the process, such as `rank 1`."""
+    node: str
+    kind: str
+    """Failure class: `INFRASTRUCTURE`, `JOB` or `PREEMPTION`. In the file it is called `class`."""
+    cause: str
+    action: str
+    """The reaction of the job: `restarted the ranks`, `ended`, …"""
+    cost_s: float
+    """Lost training time in seconds: waiting, and steps that are trained again."""
+    text: str
+    """A message of one sentence."""
+    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    """End of the action, in ISO 8601."""
+
+
+def describe(error: BaseException, step: int, action: str, cost_s: float) -> Incident:
+    """Return the incident that `error` reports."""
+    failure_class, cause = classify(error)
+    source = failure_source_of(error) or FailureSource("driver", socket.gethostname())
+    text = error.message if isinstance(error, WorkerError) else str(error)
+    if not isinstance(error, (WorkerError, NonFiniteError, DivergedError, UserError, Stopped)):
+        text = describe_with_place(error)
+    text = " ".join(text.split())
+    return Incident(step, source.role, source.name, source.node, failure_class, cause, action, round(cost_s, 3), text)
+
+
+class IncidentLog:
+    """Appends to `incidents.jsonl` of the current run. One object serves the process: `INCIDENTS`."""
+
+    def __init__(self) -> None:
+        self._file: AppendedFile | None = None
+        self.step = 0
+        """The current step, for packages that do not know it."""
+
+    def open(self, run_dir: str, fence: Callable[[], None] = lambda: None) -> None:
+        """Append to the file in `run_dir`. `fence` raises when this process no longer holds the run directory."""
+        self._file = AppendedFile(os.path.join(run_dir, INCIDENTS_FILE), fence)
+
+    def close(self) -> None:
+        """Drop later incidents."""
+        if self._file is not None:
+            with contextlib.suppress(OSError, UserError):
+                self._file.sync()
+        self._file = None
+
+    def record(self, incident: Incident) -> None:
+        """Append a line. A file that is not writable does not disturb training; for a full disk, the line waits."""
+        if self._file is None:
+            return
+        content = {"time": incident.time, **asdict(incident), "text": redact_text(incident.text)}  # the time first
+        content["class"] = content.pop("kind")
+        with contextlib.suppress(OSError, UserError):
+            self._file.append(json.dumps(content).encode() + b"\n")
+
+    def note(
+        self,
+        role: str,
+        name: str,
+        cause: str,
+        action: str,
+        text: str,
+        kind: str = INFRASTRUCTURE,
+        step: int | None = None,
+        node: str | None = None,
+        cost_s: float = 0.0,
+    ) -> None:
+        """Append a line (see `Incident`). `step` None: the current step. `node` None: this machine."""
+        step, node = self.step if step is None else step, node or socket.gethostname()
+        self.record(Incident(step, role, name, node, kind, cause, action, round(cost_s, 3), text))
+
+
+INCIDENTS = IncidentLog()
+
+
+def record_replaced_process(role: str, ending: str, cost_s: float) -> None:
+    """Record that a process of user code died, such as by `exit status 3` or `SIGKILL`, and that another has replaced
+    it. `cost_s` is the duration of the calls that were lost with it, in seconds."""
+    has_exited = ending.startswith("exit status ") and not ending.startswith("exit status -")  # negative: a signal
+    failure_class, cause = (JOB, "exit") if has_exited else (INFRASTRUCTURE, "killed process")
+    action, text = "replaced the process and repeated its calls", f"a {role} process ended ({ending})"
+    INCIDENTS.note(role, f"{role} process", cause, action, text, failure_class, cost_s=cost_s)
+
+
+_FIELDS = {
+    **dict.fromkeys(("time", "role", "name", "node", "class", "cause", "action", "text"), str),
+    "step": is_count,
+    "cost_s": is_number,
+}
+
+
+def read_incidents(run_dir: str) -> list[Incident]:
+    """Return the incidents of a run in file order. Lines that cannot be parsed are skipped."""
+    incidents = []
+    with contextlib.suppress(FileNotFoundError), open_regular(os.path.join(run_dir, INCIDENTS_FILE)) as file:
+        for line in file:
+            try:
+                row = parse_object(line, _FIELDS)
+            except ValueError:
+                continue
+            row["kind"] = row.pop("class")
+            incidents.append(Incident(**{name: row[name] for name in Incident.__dataclass_fields__}))
+    return incidents

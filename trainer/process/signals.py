@@ -33,9 +33,9 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CONTINUES = "the same command with trainer.resume_mode=latest continues the run"
 
 _MOMENTS = {
-    "before": "before the first step of this start, so nothing is lost",
-    "interrupted": "while the ranks restarted: the last checkpoint is unchanged",
-    "after": "after the last step",
+    "starting": "before the first step of this start, so nothing is lost",
+    "restarting": "while the ranks restarted: the last checkpoint is unchanged",
+    "ending": "after the last step",
 }
 
 
@@ -70,8 +70,8 @@ class Signals:
         self._passed_behind = 0  # safe points of other threads
         self._seen_behind = 0  # the same at the last `check_behind`
         self._deferred = 0
-        self._watch: int | None = None
-        """The process that watches this one (see `_start_watch`)."""
+        self.watching_process: int | None = None
+        """The process that watches this one, if there is one (see `_start_watch`)."""
         self._watch_pipe = -1
         self._forget()
 
@@ -86,7 +86,8 @@ class Signals:
         self._handled = 0  # number of signals that the training loop has handled
         self._last_s = 0.0
         self._is_listening = False
-        self._steps = "before"
+        self.moment = "starting"
+        """What the job does: `starting`, `training`, `restarting` or `ending`."""
 
     def listen(self) -> None:
         """Record the signals until the process exits. An entry point calls this before it imports other modules. No
@@ -96,7 +97,7 @@ class Signals:
             signal.signal(number, self._on_signal)
         # On the alarm, the main thread has reached no safe point: the exception is raised wherever it is.
         signal.signal(signal.SIGALRM, lambda *_: self.check())
-        if self._watch is None:
+        if self.watching_process is None:
             self._start_watch()
 
     @contextmanager
@@ -106,7 +107,7 @@ class Signals:
             yield
             return
         handlers = {number: signal.getsignal(number) for number in (*HANDLED, signal.SIGALRM)}
-        is_watched = self._watch is not None
+        is_watched = self.watching_process is not None
         self.listen()
         self._is_listening = True
         try:
@@ -162,16 +163,6 @@ class Signals:
             self.is_waiting = outer
             self.safe_points += 1
 
-    @property
-    def moment(self) -> str:
-        """What the job does: `starting`, `training`, `restarting` or `ending`."""
-        return {"before": "starting", "inside": "training", "interrupted": "restarting", "after": "ending"}[self._steps]
-
-    @property
-    def in_steps(self) -> bool:
-        """Whether the training loop runs."""
-        return self._steps == "inside"
-
     @staticmethod
     @contextmanager
     def blocked() -> Iterator[None]:
@@ -188,21 +179,21 @@ class Signals:
 
     @contextmanager
     def in_training_loop(self) -> Iterator[None]:
-        """Defer the first signal to the end of the step while the block runs (see `run.stopping.StopRequest`)."""
-        self._steps = "inside"
+        """Defer the first signal to the end of the step while the block runs (see `run.state.StopRequest`)."""
+        self.moment = "training"
         try:
             yield
         finally:
-            self._steps = "after"
+            self.moment = "ending"
             self._handled = max(self._handled, min(self.count, 1))  # the training loop has handled the first signal
 
     def starting(self) -> None:
         """Record that the next run of this process starts: the last step of a warm start is none of its steps."""
-        self._steps = "before"
+        self.moment = "starting"
 
     def restarting(self) -> None:
         """Record that training is interrupted: until the next step begins, a signal ends the run without a save."""
-        self._steps = "interrupted"
+        self.moment = "restarting"
 
     def check(self, is_progress: bool = True) -> None:
         """Raise the exception that a signal requests, once. A safe point. On other threads it is only counted. Without
@@ -216,7 +207,7 @@ class Signals:
             self._passed_behind += 1
             return
         self.safe_points += is_progress
-        waits_for_step = self._steps == "inside" and self.count == 1
+        waits_for_step = self.moment == "training" and self.count == 1
         if self.count > self._handled and not (waits_for_step or self._deferred or self.raised):
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.raised = self._exception()
@@ -233,7 +224,7 @@ class Signals:
         if error is self.raised:
             return None
         if self.raised is None and self.first and isinstance(error, WorkerError):
-            if self._steps == "inside":
+            if self.moment == "training":
                 self.raised = Stopped(f"stopped by {self.first} in the middle of a step, since {error}; {CONTINUES}")
             else:
                 self.raised = self._exception()
@@ -242,12 +233,12 @@ class Signals:
     def _exception(self) -> BaseException:
         if not self.trains:
             return Stopped(f"stopped by {self.first}")
-        if self._steps == "inside":
+        if self.moment == "training":
             return KeyboardInterrupt(
                 "stopped by a second signal: the steps since the last checkpoint are not saved, and the checkpoint is "
                 f"unchanged; {CONTINUES}"
             )
-        return Stopped(f"stopped by {self.first} {_MOMENTS[self._steps]}; {CONTINUES}")
+        return Stopped(f"stopped by {self.first} {_MOMENTS[self.moment]}; {CONTINUES}")
 
     def _on_signal(self, number: int, _: object) -> None:
         now = time.monotonic()
@@ -260,7 +251,7 @@ class Signals:
         if self.count > 2:
             _say(f"stopped by a third signal, without cleaning up; {CONTINUES}")
             os._exit(EXIT_STATUS)
-        if self.count == 1 and self._steps == "inside":
+        if self.count == 1 and self.moment == "training":
             _say(f"{self.first}: finishing this step, then saving and stopping; repeat it to stop without a save")
         elif self._is_listening:
             signal.setitimer(signal.ITIMER_REAL, time_limits.SIGNAL_GRACE_S, 1.0)
@@ -274,7 +265,7 @@ class Signals:
         handled = ",".join(str(int(number)) for number in HANDLED)
         limits = [str(time_limits.SAME_REQUEST_S), str(time_limits.SIGNAL_GRACE_S)]
         try:
-            self._watch = os.posix_spawn(
+            self.watching_process = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
                 os.environ,
@@ -289,15 +280,10 @@ class Signals:
         finally:
             os.close(reading)
 
-    @property
-    def watching_process(self) -> int | None:
-        """The process that watches this one, if there is one."""
-        return self._watch
-
     def end_watch(self) -> None:
         """End the watching process, so that it does not outlive this process."""
-        if self._watch is not None:  # otherwise this process has been forked since
-            watch, self._watch = self._watch, None
+        if self.watching_process is not None:  # otherwise this process has been forked since
+            watch, self.watching_process = self.watching_process, None
             signal.set_wakeup_fd(-1)
             os.close(self._watch_pipe)
             with contextlib.suppress(OSError):  # it was killed, and a library has reaped it
@@ -306,8 +292,8 @@ class Signals:
 
     def _leave_watch(self) -> None:
         """Keep the signals of a forked process from being counted as signals of its parent."""
-        if self._watch is not None:
-            self._watch = None
+        if self.watching_process is not None:
+            self.watching_process = None
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS
+from trainer.process.failures import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Progress
 
@@ -88,7 +88,7 @@ class Watchdog:
     def _run(self) -> None:
         interval_s = min(time_limits.STALL_CHECK_INTERVAL_S, self._hang_s / 4)
         while not self._end.wait(interval_s):
-            is_watched = SIGNALS.in_steps
+            is_watched = SIGNALS.moment == "training"
             # Count intervals instead of reading the clock: the whole job may have been stopped for a while.
             hangs = is_watched and self._detector.update(interval_s, SIGNALS.safe_points, SIGNALS.is_waiting)
             if not is_watched:

@@ -25,8 +25,7 @@ from trainer.errors import UserError
 from trainer.files.uris import inside, is_url
 from trainer.metrics.advice import Advisor
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.process.failure_log import Incident, read_incidents
-from trainer.process.failures import INFRASTRUCTURE, JOB
+from trainer.process.failures import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import ToolParser, escape, run_tool, show
 from trainer.process.signals import CONTINUES
 from trainer.run.next_command import next_command

@@ -19,8 +19,7 @@ from trainer.errors import UserError, describe_error
 from trainer.metrics.advice import Advisor
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
-from trainer.process.failure_log import Incident, read_incidents
-from trainer.process.failures import INFRASTRUCTURE, JOB
+from trainer.process.failures import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import ToolParser, encodable, run_tool, show
 from trainer.reports import drawing
 from trainer.reports.compare import find_runs

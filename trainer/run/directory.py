@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.access import AskedRanks, check_access, give_access
+from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.start_weights import read_revisions
@@ -20,15 +20,13 @@ from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.appended import cut_torn_line
 from trainer.files.hf_hub import is_data, pin
-from trainer.files.uris import is_url
+from trainer.files.uris import is_same, is_url
 from trainer.metrics.trace_file import Timeline
 from trainer.metrics.tracker import METRICS_FILE, check_lines, read_metrics
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, Incident
-from trainer.process.failures import INFRASTRUCTURE
+from trainer.process.failures import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.startup import stage
-from trainer.run.directory_lock import DirectoryLocks
 from trainer.run.resume import Resume, compare, find_newest, find_resume, read_lineage
 from trainer.run.run_files import PATTERNS, RunFiles
 from trainer.run.run_metadata import LOG_NAME, has_metrics
@@ -48,12 +46,16 @@ class RunDirectory:
         t = cfg.trainer
         metric, mode = cfg.compared_by
         store = open_tiers(t.ckpt_path, t.ckpt_cache_dir)
-        self.locks = DirectoryLocks(t.run_dir, t.ckpt_path, store, time_limits.LOCK_LEASE_S)
+        self._lock = RunLock(t.run_dir, time_limits.LOCK_LEASE_S)
+        self._locks = [self._lock]
+        if not is_same(t.ckpt_path, t.run_dir):  # several runs could name one directory for their checkpoints
+            remedy = "choose another trainer.ckpt_path, or end that job"
+            self._locks += store.locks(time_limits.LOCK_LEASE_S, "checkpoint directory", remedy)
         self.metrics_file = os.path.join(t.run_dir, METRICS_FILE)
         self.checkpoints = CheckpointManager(
             store,
             Retention(newest=t.max_ckpts_to_keep, best=t.keep_best, best_mode=mode, best_metric=metric),
-            fence=self.locks.check,
+            fence=self.check_locks,
             committed=self._record_commit,
             disk_is_full=self._free_space,
         )
@@ -114,7 +116,7 @@ class RunDirectory:
         """
         try:
             with stage("looking for a checkpoint to resume from"):
-                self.locks.acquire(wait)
+                taken_over = self._acquire_locks(wait)
                 self._cut_torn_lines()
                 if not wait:  # what a warm start says belongs to the run that waits for it
                     LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
@@ -123,7 +125,7 @@ class RunDirectory:
                 if self.checkpoints.store.keeps_record:
                     self.run_files.remove_unused()
                 if (uploads := self.checkpoints.store.uploads) is not None:
-                    uploads.start(self.locks.check)
+                    uploads.start(self.check_locks)
                 INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self._timeline.open()
                 self.resume = find_resume(self.cfg, self.checkpoints)
@@ -135,12 +137,37 @@ class RunDirectory:
                 if (continued := self.continued) is not None:
                     self._complete_record(continued)
                 self._check_metrics()
-                if self.locks.taken_over:
-                    self._record_death(self.locks.taken_over)
+                if taken_over:
+                    self._record_death(taken_over)
         except BaseException:
             self.close()
             raise
         return self
+
+    def _acquire_locks(self, wait: bool) -> str:
+        """Lock both directories, and test that a save can write to the checkpoint directory.
+
+        Log a line for each lock that was taken over from a dead process. Return that of the run directory; empty: none.
+
+        Raises:
+            UserError: another job holds one of the directories; checkpoints cannot be written; or the checkpoints that
+                this run has committed are missing.
+        """
+        t, store = self.cfg.trainer, self.checkpoints.store
+        taken_over = [self._lock.acquire(wait)]
+        if not store.storage.exists():  # do not create the directory if its disk is not mounted
+            last_commit.check_nothing_committed(t.run_dir, t.ckpt_path)
+        try:
+            taken_over += [lock.acquire(wait) for lock in self._locks[1:]]
+            store.probe()
+        except OSError as error:
+            raise UserError(
+                f"trainer.ckpt_path={t.ckpt_path}: checkpoints cannot be written there "
+                f"({_reason(t.ckpt_path, error)}); mount or repair it, or choose another"
+            ) from error
+        for line in filter(None, taken_over):
+            LOG.info("%s", line)
+        return taken_over[0] or ""
 
     def _revisions_of_parent(self) -> dict[str, str]:
         """Return the commits of the Hub to use: those that the run, or the parent of a fork, began with."""
@@ -159,9 +186,8 @@ class RunDirectory:
         """Record that the driver of the last start died."""
         rows = self.metrics()
         step = rows[-1]["step"] + 1 if rows else 0
-        node, cost_s = socket.gethostname(), round(self.lost_seconds(), 3)
-        cause, action = "killed process", "started again with the same command"
-        INCIDENTS.record(Incident(step, "driver", "driver", node, INFRASTRUCTURE, cause, action, cost_s, text))
+        action, cost_s = "started again with the same command", self.lost_seconds()
+        INCIDENTS.note("driver", "driver", "killed process", action, text, step=step, cost_s=cost_s)
 
     def rediscover(self) -> None:
         """Find the newest checkpoint of this run, after the ranks have died. Without one, `resume` stays as it is.
@@ -232,7 +258,16 @@ class RunDirectory:
         Raises:
             UserError: another job has taken it.
         """
-        self.locks.run_dir.check()
+        self._lock.check()
+
+    def check_locks(self) -> None:
+        """Check that this process still holds the directory, and that of its checkpoints.
+
+        Raises:
+            UserError: another job has taken one of them, or one is gone.
+        """
+        for lock in self._locks:
+            lock.check()
 
     def close(self) -> None:
         """Wait for uploads, and release the locks."""
@@ -242,10 +277,19 @@ class RunDirectory:
         INCIDENTS.close()
         if self._revisions is not None:
             pin(self._revisions)
-        self.locks.release()
+        for lock in reversed(self._locks):
+            lock.release()
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _reason(path: str, error: OSError) -> str:
+    if is_url(path):
+        return error.strerror or str(error)
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"it is a link to {os.readlink(path)}, which is not there"
+    return "it is not a directory" if os.path.exists(path) and not os.path.isdir(path) else error.strerror or str(error)

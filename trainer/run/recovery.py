@@ -5,26 +5,33 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from trainer.config import TrainerConfig
 from trainer.errors import DivergedError, NonFiniteError, NonRetryableError, WorkerError, describe_with_place
 from trainer.metrics.health import Divergence
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS, describe
-from trainer.process.failures import INFRASTRUCTURE, Decision, Restarts, classify
+from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, Decision, Restarts, classify, decide, describe
 from trainer.process.signals import SIGNALS, Stopped
-from trainer.run.stopping import StopRequest
+from trainer.run.saves import Saves
+from trainer.run.state import StopRequest
 
 LOG = logging.getLogger(__name__)
 
 
 class Recovery:
-    """The failures of this process's run, and the restarts of its ranks. Advice names the section `optimizer`."""
+    """The failures of a run, and the restarts of its ranks. Advice names the section `optimizer`.
+
+    The ranks run, or have failed (`accept`) until they run again (`complete`), or the run ends (`accept` raises;
+    a request to stop). An incident is recorded when it is over.
+
+    Forbidden: a restart that cures nothing (`failures.decide`), after a request to stop, or, before the ranks have
+    loaded their models once, for anything but failed machines; a second failure before the first one is recorded.
+    """
 
     def __init__(self, trainer: TrainerConfig, stop: StopRequest, optimizer: str):
         self._run_dir = trainer.run_dir
-        self._limit = trainer.max_restarts
         self._restarts = Restarts(trainer.max_restarts, time_limits.RESTART_WINDOW_S)
         self._stop = stop
         self._optimizer = optimizer
@@ -34,6 +41,34 @@ class Recovery:
         self._step_began = time.monotonic()
         self.lost_s = 0.0
         """Seconds of the finished steps that are trained again."""
+
+    def run(
+        self,
+        build: Callable[[], None],
+        train: Callable[[], None],
+        restart: Callable[[Exception], None],
+        saves: Saves,
+    ) -> None:
+        """Build the ranks and train. After a failure that new ranks may cure, restart them and train again.
+
+        Raises:
+            Stopped: the run was asked to stop.
+            Exception: what new ranks do not cure.
+        """
+        begin, is_loaded = build, False
+        while True:
+            try:
+                begin()
+                is_loaded = True
+                return train()
+            except Exception as error:
+                SIGNALS.restarting()
+                self.accept(error, saves.last_good, is_loaded)
+                begin = partial(restart, error)
+            except Stopped as reason:
+                self._record_restart("restarted the ranks without success")
+                self._record(reason, "stopped")
+                raise
 
     @property
     def restarted(self) -> bool:
@@ -50,8 +85,8 @@ class Recovery:
 
         Args:
             last_good: path of the newest checkpoint; empty: none yet.
-            is_loaded: the ranks have loaded their models in this process before. Until then only failures of the
-                machines are cured: a model that cannot be loaded is no accident.
+            is_loaded: the ranks have loaded their models in this process before. A model that cannot be loaded is no
+                accident.
 
         Raises:
             NonRetryableError: the run itself is at fault.
@@ -63,14 +98,14 @@ class Recovery:
         if self._stop.reason is not None:
             self._record(error, "ended the run, which was asked to stop")
             raise error
-        decision = self._restarts.decide(error, self._step, time.monotonic())
+        decision, self._restarts = decide(self._restarts, error, self._step, time.monotonic())
         if decision.refusal:
             self._record(error, "ended the run")
             raise self._ending(error, decision, last_good)
         self._failure, self._delay_s = error, decision.delay_s
         fact = error.message if isinstance(error, WorkerError) else describe_with_place(error)
         after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
-        count = f"restart {self._restarts.count}; trainer.max_restarts={self._limit}"
+        count = f"restart {self._restarts.count}; trainer.max_restarts={self._restarts.limit}"
         LOG.warning("%s; the ranks start again%s, from the last commit (%s)", fact, after, count)
 
     def wait(self) -> None:
@@ -102,11 +137,6 @@ class Recovery:
                 f"trainer.allow_config_change=[{self._optimizer}.lr] and trainer.resume_mode=latest"
             )
         return DivergedError(f"the run has diverged: {divergence}; {advice}")
-
-    def stopped(self, reason: Stopped) -> None:
-        """Record that the run ends early because it was asked to, perhaps while its ranks started again."""
-        self._record_restart("restarted the ranks without success")
-        self._record(reason, "stopped")
 
     def _record_restart(self, action: str) -> None:
         """Record the failure that the last restart was for, unless that is done."""

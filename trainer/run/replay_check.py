@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
 from trainer.metrics.tracker import METRICS_FILE, as_lines, read_metrics
 
@@ -21,52 +23,62 @@ _GPU_TOLERANCE = 1e-2  # kernels that add with atomics differ from run to run in
 class ReplayAudit:
     """Compares the first steps after a resume with the lines that the killed run logged after the checkpoint.
 
-    The lines are kept in `metrics.replay.jsonl` until they are replayed, so that a run that is killed during the replay
-    still has them.
+    It compares until all logged steps are verified, or one differs, or the episodes are others. The lines are kept in
+    `metrics.replay.jsonl` until then, so that a run that is killed during the replay still has them.
+
+    Forbidden: to compare again after a difference was accepted; to delete the lines when a difference stops the run, so
+    that the next start stops, too.
 
     Args:
-        step: step of the checkpoint that the run resumed from.
+        checkpoint: the run resumed from it.
         exact: a step computes the same bits again from the same episodes. If not, only the first step is compared.
         same_layout: the work is split as it was when the lines were logged. If not, sums are rounded differently,
             sampling soon diverges, and only the first step is compared.
         altered: the config has changed so that steps have other metrics. Then nothing is compared.
         same_episodes: the source gives the same episodes again. If not, the comparison ends at the first step whose
             episodes the journal does not have.
+        stops: a difference stops the run (`trainer.on_resume_mismatch=stop`). If not, it is logged.
     """
 
     def __init__(
         self,
         run_dir: str,
-        step: int,
-        exact: bool,
-        same_layout: bool,
+        checkpoint: Checkpoint,
+        *,
+        exact: bool = True,
+        same_layout: bool = True,
         altered: bool = False,
         same_episodes: bool = True,
+        stops: bool = False,
     ) -> None:
         self._path = os.path.join(run_dir, REPLAY_FILE)
+        self._checkpoint = checkpoint
         self._tolerance = max(0.0 if exact else _GPU_TOLERANCE, 0.0 if same_layout else _ROUNDING)
         self._all_steps = same_layout and exact
         self._same_episodes = same_episodes
+        self._stops = stops
         self._matched = 0
+        step = checkpoint.step
         rows = [*read_metrics(self._path), *read_metrics(os.path.join(run_dir, METRICS_FILE))]
         merged = {row["step"]: row for row in rows if row["step"] > step}
         self._expected = merged if self._all_steps else {n: row for n, row in merged.items() if n == step + 1}
         if altered:
             self._expected = {}
-            self.discard()
+            self._discard()
         elif merged:
             write_file(self._path, as_lines(merged[n] for n in sorted(merged)))
 
-    def check(self, step: int, metrics: Mapping[str, float], from_journal: bool = False) -> str | None:
-        """Compare the metrics of a new step with its logged line; returns a sentence if they differ, else None.
-
-        The logged lines are kept if they differ: who stops the run leaves them to the next start. See `discard`.
+    def check(self, step: int, metrics: Mapping[str, float], from_journal: bool = False) -> None:
+        """Compare the metrics of a new step with its logged line, and log when all steps are verified.
 
         Args:
             from_journal: all episodes of the step, those of its evaluation too, are those that were logged.
+
+        Raises:
+            UserError: the step differs, and a difference stops the run.
         """
         if not self._expected:
-            return None
+            return
         row = self._expected.pop(step, None)
         if not self._same_episodes and not from_journal:
             row, self._expected, self._all_steps = None, {}, False  # the weights are others from now on
@@ -74,19 +86,25 @@ class ReplayAudit:
             difference = first_difference(row, metrics, self._tolerance)
             if difference is not None:
                 self._expected = {}
-                return f"step {step} was not replayed as it had been logged: {difference}"
+                self._accept(f"step {step} was not replayed as it had been logged: {difference}")
+                return
             self._matched += 1
         if not self._expected:
-            self.discard()
+            self._discard()
             if self._matched:
                 how = f"equal to {self._tolerance:g}" if self._tolerance else "identical"
                 alone = "" if self._all_steps else " (the first step alone can be compared)"
                 steps = "step" if self._matched == 1 else "steps"
                 LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, alone)
-        return None
 
-    def discard(self) -> None:
-        """Delete the logged lines: they are compared, or are given up."""
+    def _accept(self, problem: str) -> None:
+        path = self._checkpoint.path
+        if self._stops:
+            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {path}, but {problem}")
+        self._discard()
+        LOG.warning("resumed from %s, but %s", path, problem)
+
+    def _discard(self) -> None:
         if os.path.exists(self._path):
             os.remove(self._path)
 

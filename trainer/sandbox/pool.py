@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from trainer.errors import WorkerError
-from trainer.process.failure_log import record_replaced_process
+from trainer.process.failures import record_replaced_process
 from trainer.process.tracing import OVERLAPPING, TRACER
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all

@@ -26,7 +26,7 @@ from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.sampling import SamplingSource
@@ -210,7 +210,7 @@ def open_journal(cfg: Config, path: str, directory: RunDirectory, timer: Timer) 
     journal = Journal(
         cfg.trainer.run_dir,
         identity(rollouts, updates, fingerprint_weights(cfg, path, begins=False)),
-        directory.locks.check if store.keeps_record else directory.check,
+        directory.check_locks if store.keeps_record else directory.check,
         store.storage if store.keeps_record else None,
         is_on=cfg.rollout.journal,
         tells_lack=cfg.task.generates,

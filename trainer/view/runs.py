@@ -15,7 +15,7 @@ from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.advice import advise
 from trainer.metrics.names import METRICS
-from trainer.process.failure_log import read_incidents
+from trainer.process.failures import read_incidents
 from trainer.reports.compare import Run
 from trainer.run.run_metadata import LOG_NAME, STARTS_FILE
 

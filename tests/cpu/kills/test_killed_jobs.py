@@ -28,7 +28,7 @@ from tests.support.jobs import (
 )
 from tests.support.timelines import assert_fits_metrics, assert_nested, spans_of
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.process.failure_log import read_incidents
+from trainer.process.failures import read_incidents
 
 pytestmark = pytest.mark.early
 

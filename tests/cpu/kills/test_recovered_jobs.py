@@ -13,7 +13,7 @@ import pytest
 from tests.support.jobs import comparable, members, metrics
 from tests.support.killed_jobs import STEPS, run_until
 from trainer.models.tiny import TinyShape, build_tiny
-from trainer.process.failure_log import read_incidents
+from trainer.process.failures import read_incidents
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from tests.support.jobs import (
     run_forked_job,
 )
 from tests.support.nodes import Node, Nodes
-from trainer.process.failure_log import read_incidents
+from trainer.process.failures import read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

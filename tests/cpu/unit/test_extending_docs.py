@@ -330,7 +330,7 @@ def test_the_source_of_episodes(tmp_path):
         with RunDirectory(cfg).open() as directory:
             trainer = toy_trainer(cfg, directory, tmp_path / "model")
             trainer.source = given["RecordedEpisodes"](episodes, size=3)
-            trainer.fit()
+            trainer.run()
         return SimpleNamespace(number=trainer.learner.ranks.number, source=trainer.source)
 
     whole = run(tmp_path / "whole", 5)

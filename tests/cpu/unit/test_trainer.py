@@ -32,11 +32,10 @@ from trainer.errors import (
     set_failure_source,
 )
 from trainer.metrics.tracker import Tracker
-from trainer.process.failure_log import read_incidents
-from trainer.process.failures import INFRASTRUCTURE, JOB
+from trainer.process.failures import INFRASTRUCTURE, JOB, read_incidents
 from trainer.process.signals import Stopped
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 from trainer.trainer import Trainer
 
 
@@ -68,7 +67,7 @@ def run_until(root: Path, model: Path, step: int, **settings) -> None:
 
         trainer.learner.update = die
         with pytest.raises(Killed), directory.checkpoints.ended():
-            trainer.fit()
+            trainer.run()
 
 
 @pytest.mark.parametrize(("interval", "step"), [(1, 5), (2, 4), (3, 2)])
@@ -105,10 +104,10 @@ def test_a_resume_reads_the_place_in_the_data_once_and_a_restart_of_ranks_again(
             if not deaths:
                 stop_after = trainer.cfg.trainer.total_steps
                 trainer.cfg.trainer.total_steps = 4
-                trainer.fit()
+                trainer.run()
                 trainer.cfg.trainer.total_steps = stop_after
             else:
-                trainer.fit()
+                trainer.run()
         assert len(loaded) == 1 + 2 * deaths, "a restart goes back to the beginning, and loads the last commit"
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
@@ -123,7 +122,7 @@ def test_a_resumed_run_advises_about_what_began_before_it_and_not_again(tmp_path
             trainer = toy_trainer(cfg, directory, model)
             update = trainer.learner.update
             trainer.learner.update = lambda *step: update(*step) | {"response_length/clip_ratio": 0.9}
-            trainer.fit()
+            trainer.run()
         return [r.getMessage() for r in caplog.records if "is cut off" in r.getMessage()]
 
     assert notes(2) == []
@@ -159,11 +158,11 @@ def test_the_last_save_is_tried_again_until_it_is_committed(tmp_path, model, cap
         trainer = toy_trainer(cfg, directory, model, stop)
         trainer.learner.ranks.fail_saves = [OSError("No space left on device"), OSError("Stale file handle")]
         if reason is None:
-            trainer.fit()
+            trainer.run()
         else:
             stop.ask(reason)
             with pytest.raises(Stopped, match="stopped after step 1 of 5 .SIGTERM"):
-                trainer.fit()
+                trainer.run()
     assert (tmp_path / f"checkpoints/global_step_{trainer.state.step}/manifest.json").exists()
     told = [line for line in caplog.messages if "FAILED" in line or line.startswith("saved")]
     assert [("FAILED" in line, "saved" in line) for line in told] == [(True, False), (True, False), (False, True)]
@@ -181,7 +180,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, model, reason):
         step = 5 if reason is None else 2
         match = f"step {step} is trained but not saved: trainer.ckpt_path={tmp_path}.*No space.*good.*global_step_1"
         with pytest.raises(NotSavedError, match=match):
-            trainer.fit()
+            trainer.run()
 
 
 def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
@@ -198,7 +197,7 @@ def test_failed_saves_are_told_and_bounded(tmp_path, model, caplog):
 
         trainer.learner.update = fail_from_step_2
         with pytest.raises(UserError, match="trainer.ckpt_path=.*No space.*global_step_1; 4 failed in a row"):
-            trainer.fit()
+            trainer.run()
     first, *_ = [line for line in caplog.messages if "FAILED" in line]
     assert "training continues" in first and "global_step_1" in first
 
@@ -274,7 +273,7 @@ def test_a_run_whose_ranks_die_ends_as_if_they_had_not(tmp_path, model, whole, c
     failures = {2: [lost()], 4: [lost("heartbeat_timeout"), lost("rpc_timeout")]}
     with failing(tmp_path, model, failures, ckpt_interval=interval) as trainer:
         trainer.recovery.wait = lambda: None
-        trainer.fit()
+        trainer.run()
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     assert (tmp_path / "checkpoints/global_step_5/manifest.json").exists()
     incidents = read_incidents(str(tmp_path))
@@ -297,7 +296,7 @@ def test_a_step_whose_checkpoint_was_damaged_when_the_ranks_died_is_saved_again(
             close()
 
         trainer.learner.close = damage
-        trainer.fit()
+        trainer.run()
     assert verify(str(tmp_path / "checkpoints/global_step_2")).step == 2
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
 
@@ -307,7 +306,7 @@ def test_a_restart_continues_a_fork_from_its_parent(tmp_path, model, whole):
     parent = str(tmp_path / "parent/checkpoints/global_step_2")
     fork = {"resume_mode": "from_path", "resume_path": parent, "ckpt_interval": 100}
     with failing(tmp_path / "fork", model, {4: [lost()]}, **fork) as trainer:
-        trainer.fit()
+        trainer.run()
     assert comparable(metrics(tmp_path / "fork")) == whole[0][2:]
     assert trainer.learner.ranks.number == whole[1]
 
@@ -316,7 +315,7 @@ def test_too_many_restarts_end_the_run(tmp_path, model, caplog):
     with failing(tmp_path, model, {3: [lost(), lost(), lost()]}, max_restarts=2) as trainer:
         trainer.recovery.wait = lambda: None
         with pytest.raises(WorkerError, match="policy rank 1 died; restart"):
-            trainer.fit()
+            trainer.run()
     assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"] * 2 + ["ended the run"]
     assert "2 restarts within 60 minutes are the limit" in caplog.messages[-1]
 
@@ -325,7 +324,7 @@ def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, m
     with failing(tmp_path, model, {2: [lost("memory")], 4: [lost("memory"), lost("memory")]}) as trainer:
         trainer.recovery.wait = lambda: None
         with pytest.raises(NonRetryableError, match="step 4 failed again in the same way when it was repeated: .*died"):
-            trainer.fit()
+            trainer.run()
     assert [one.kind for one in read_incidents(str(tmp_path))] == [JOB] * 3
     trainer = toy_run(toy_config(tmp_path), model)
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
@@ -336,7 +335,7 @@ def test_a_fault_of_the_job_is_tried_once_more_and_then_ends_the_run(tmp_path, m
 )
 def test_what_new_ranks_cannot_cure_ends_the_run(tmp_path, model, error):
     with failing(tmp_path, model, {2: [error]}) as trainer, pytest.raises(type(error)):
-        trainer.fit()
+        trainer.run()
     assert [one.action for one in read_incidents(str(tmp_path))] == ["ended the run"]
 
 
@@ -351,7 +350,7 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
             restart(path)
 
         trainer.learner.restart = die
-        trainer.fit()
+        trainer.run()
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     actions = [one.action for one in read_incidents(str(tmp_path))]
     assert actions == ["restarted the ranks without success", "restarted the ranks"]
@@ -360,7 +359,7 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
 def test_ranks_that_die_while_they_load_the_start_weights_are_started_again(tmp_path, model, whole):
     with failing(tmp_path, model, {}) as trainer:
         trainer.learner.build = raises(lost("heartbeat_timeout"))
-        trainer.fit()
+        trainer.run()
     assert (comparable(metrics(tmp_path)), trainer.learner.ranks.number) == whole
     assert [one.action for one in read_incidents(str(tmp_path))] == ["restarted the ranks"]
 
@@ -369,7 +368,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_at_once(tmp_path, model):
     with failing(tmp_path, model, {}) as trainer:
         trainer.learner.build = raises(lost("memory"))
         with pytest.raises(WorkerError, match="policy rank 1 died"):
-            trainer.fit()
+            trainer.run()
 
 
 def raises(error: Exception) -> Callable[[str], None]:
@@ -384,7 +383,7 @@ def test_user_code_of_the_driver_draws_the_same_numbers_in_every_run(tmp_path, m
     for name in ("one", "another"):
         with failing(tmp_path / name, model, {}, total_steps=1) as trainer:
             trainer.learner.speed = lambda *_: drawn.append((random.random(), np.random.random(), torch.rand(1))) or {}
-            trainer.fit()
+            trainer.run()
     assert drawn[0] == drawn[1]
 
 
@@ -399,7 +398,7 @@ def test_a_run_that_was_asked_to_stop_does_not_start_its_ranks_again(tmp_path, m
 
         trainer.learner.update = die
         with pytest.raises(WorkerError):
-            trainer.fit()
+            trainer.run()
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
@@ -410,7 +409,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_keeps_what_was_saved(tmp_p
         with pytest.raises(
             NonRetryableError, match="step 3: the policy's loss is nan; nothing was overwritten, .*step_2"
         ):
-            trainer.fit()
+            trainer.run()
     assert len(failures[3]) == (restarts == 0)
 
 
@@ -431,7 +430,7 @@ def test_a_restart_takes_back_the_weight_of_the_kl_and_what_user_code_drew(tmp_p
                 return update(experience, step)
 
             trainer.learner.update = adapt
-            trainer.fit()
+            trainer.run()
             return trainer.learner.kl.coef, drawn
 
     assert run("uninterrupted", {}) == run("disturbed", {4: [lost(), lost()]})
@@ -451,7 +450,7 @@ def test_a_run_stops_while_there_is_time_for_a_save_as_long_as_the_last(tmp_path
 
         trainer.learner.update = set_duration
         with pytest.raises(Stopped, match="stopped after step 3 of 5 .trainer.deadline="):
-            trainer.fit()
+            trainer.run()
     assert (tmp_path / "checkpoints/global_step_3/manifest.json").exists()
 
 
@@ -463,7 +462,7 @@ def test_lines_are_on_the_disk_before_the_checkpoint_of_their_step_begins(tmp_pa
         store = trainer.checkpoints.store
         begin = store.begin
         monkeypatch.setattr(store, "begin", lambda step: (events.append(f"save {step}"), begin(step))[1])
-        trainer.fit()
+        trainer.run()
     assert events == ["flushed", "save 2", "flushed", "save 4", "flushed", "save 5"]
 
 
@@ -476,7 +475,7 @@ def test_on_another_number_of_ranks_the_first_replayed_step_alone_is_compared(tm
     with RunDirectory(cfg).open() as directory:
         trainer = toy_trainer(cfg, directory, model)
         trainer.learner.ranks.count = ranks
-        trainer.fit()
+        trainer.run()
     (line,) = [line for line in caplog.messages if line.startswith("resume verified")]
     shown = {1: "2 replayed steps identical", 2: "1 replayed step equal to 0.001 (the first step alone"}
     assert shown[ranks] in line
@@ -499,7 +498,7 @@ def test_a_run_that_diverges_says_how_to_go_back_and_can(tmp_path, model, whole)
             trainer = toy_trainer(cfg, directory, model)
             diverge(trainer, step=3)
             with pytest.raises(DivergedError) as diverged:
-                trainer.fit()
+                trainer.run()
     said = str(diverged.value)
     assert "policy/grad_norm has been above 10 since step 3, and is 100 now (trainer.divergence_limits)" in said
     assert (
@@ -519,4 +518,4 @@ def test_without_an_older_checkpoint_a_run_that_diverges_is_to_start_again(tmp_p
         trainer = toy_trainer(cfg, directory, model)
         diverge(trainer, step=1)
         with pytest.raises(DivergedError, match="no checkpoint is from before that, so start a new run"):
-            trainer.fit()
+            trainer.run()

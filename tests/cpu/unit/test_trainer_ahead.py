@@ -28,7 +28,7 @@ from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import Experience
 from trainer.process.signals import Stopped
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 from trainer.sources.batches import StepBatch
 from trainer.sources.sampling import StepInFlight
 from trainer.tasks.base import open_journal
@@ -117,7 +117,7 @@ def run(cfg: Config, model: str, disturb: Disturb = lambda trainer, engines: Non
         trainer.recovery.wait = lambda: None  # type: ignore[method-assign]
         disturb(trainer, engines)
         try:
-            trainer.fit()
+            trainer.run()
         except Killed:
             directory.checkpoints.wait()
         return trainer

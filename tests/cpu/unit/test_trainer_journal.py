@@ -29,7 +29,7 @@ from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process import time_limits
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 from trainer.tasks.base import open_journal
 from trainer.trainer import Trainer
 
@@ -105,7 +105,7 @@ def run(
             evaluator_beside(source, model),
         )  # fmt: skip
         try:
-            trainer.fit()
+            trainer.run()
         except Killed:
             directory.checkpoints.wait()
         return len(engines.seeds)
@@ -315,7 +315,7 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
             evaluator_beside(source, model),
         )  # fmt: skip
         with pytest.raises(Killed) if kill_after is not None else contextlib.nullcontext():
-            trainer.fit()
+            trainer.run()
         return len(engines.seeds)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +20,19 @@ def settings() -> Config:
 
 
 @pytest.fixture(scope="package")
-def ray_cluster() -> Iterator[RayCluster]:
+def job_directory(tmp_path_factory) -> Path:
+    """The working directory of a job, with modules of the user that have names of others."""
+    path = tmp_path_factory.mktemp("job")
+    for name in ("trainer", "json", "pickle", "own_reward"):
+        (path / f"{name}.py").write_text("")
+    return path
+
+
+@pytest.fixture(scope="package")
+def ray_cluster(job_directory) -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", "/tmp")  # pytest's own paths are too long for sockets
-        with RayCluster(settings(), "cpu") as cluster:
+        with contextlib.ExitStack() as ends:
+            with contextlib.chdir(job_directory):
+                cluster = ends.enter_context(RayCluster(settings(), "cpu"))
             yield cluster

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from tests.cpu.unit.cluster.hosted import Host
 from tests.support.jobs import left_running, wait_until
 from trainer.cluster.placement import create_placement_group, exclude_nodes, remove
 
@@ -218,6 +219,16 @@ def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(printed):
     count, refused, is_excluded = printed["drains"]
     assert (count, is_excluded) == ("1", "True")
     assert "has capacity for 0 ranks" in refused
+
+
+def test_modules_of_the_working_directory_hide_no_others_in_a_worker(ray_cluster, job_directory, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(job_directory)])  # as the command does
+    group = ray_cluster.launch_ranks("rank", Host, {}, 1)
+    try:
+        (path,) = group.call("import_path")
+    finally:
+        ray_cluster.release(group)
+    assert path[-1] == str(job_directory) and path.count(path[-1]) == 1
 
 
 def test_each_of_several_nodes_is_excluded(ray_cluster):

@@ -206,10 +206,10 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(cluster, monkeypatch):
 
 
 def test_a_rank_that_is_not_scheduled_yet_misses_no_heartbeats(ray_cluster):
-    group = ray_cluster._launch("rank", Host, [()], lambda rank: {"num_cpus": 1000}, {})
+    group = ray_cluster._launch("rank", Host, [()], lambda rank: {"num_cpus": 1000}, {}, [])
     time.sleep(1)
     assert group.workers[0].heartbeat_age_s() < 1
-    group.kill()
+    ray_cluster.release(group)
 
 
 def test_imports_of_a_starting_process_may_keep_it_from_answering():

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from trainer.cluster.worker_setup import failure_of, prepare_process
+from trainer.cluster.worker_groups import failure_of, prepare_process
 from trainer.errors import UserError, WorkerError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")

@@ -16,7 +16,7 @@ from tests.support.jobs import wait_until
 from trainer.config import EnvironmentConfig
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.errors import WorkerError
-from trainer.process.failure_log import INCIDENTS, read_incidents
+from trainer.process.failures import INCIDENTS, read_incidents
 from trainer.sandbox import limits
 
 LIMIT_S = 2.0

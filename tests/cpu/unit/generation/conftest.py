@@ -26,7 +26,7 @@ from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import SharedMemory
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process import time_limits
-from trainer.process.failure_log import INCIDENTS
+from trainer.process.failures import INCIDENTS
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from trainer.errors import WorkerError
 from trainer.generation.dispatcher import RequestsDropped
 from trainer.generation.engine import Request
 from trainer.process import time_limits
-from trainer.process.failure_log import read_incidents
+from trainer.process.failures import read_incidents
 from trainer.process.signals import SIGNALS, Stopped
 
 

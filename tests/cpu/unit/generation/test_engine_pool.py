@@ -20,8 +20,7 @@ from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.lifecycle import State
 from trainer.process import time_limits
-from trainer.process.failure_log import read_incidents
-from trainer.process.failures import can_recover
+from trainer.process.failures import can_recover, read_incidents
 
 # --------------------------------------------------------------------------------------------------------
 # Requests

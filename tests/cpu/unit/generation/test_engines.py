@@ -11,8 +11,7 @@ from tests.support.plain_pool import answers, begin, fault, streaming
 from trainer.config.engines import ENGINES
 from trainer.errors import FailureSource, NonRetryableError, WorkerError, set_failure_source
 from trainer.generation.engine import Request
-from trainer.process.failure_log import read_incidents
-from trainer.process.failures import can_recover
+from trainer.process.failures import can_recover, read_incidents
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 
 from trainer.errors import FailureSource, WorkerError, set_failure_source
-from trainer.process.failure_log import INCIDENTS, INCIDENTS_FILE, describe, read_incidents
-from trainer.process.failures import INFRASTRUCTURE, JOB, PREEMPTION
+from trainer.process.failures import (
+    INCIDENTS,
+    INCIDENTS_FILE,
+    INFRASTRUCTURE,
+    JOB,
+    PREEMPTION,
+    describe,
+    read_incidents,
+)
 from trainer.process.signals import Stopped
 
 

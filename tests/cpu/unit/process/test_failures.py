@@ -21,11 +21,13 @@ from trainer.process.failures import (
     INFRASTRUCTURE,
     JOB,
     PREEMPTION,
+    Decision,
     GpuError,
     Restarts,
     broken_node,
     can_recover,
     classify,
+    decide,
     gpu_error_in,
 )
 from trainer.process.signals import Stopped
@@ -40,18 +42,29 @@ def killed() -> Exception:
     return from_rank(WorkerError("rank 0 died", cause="killed"))
 
 
+class Decided:
+    """The restarts of a run, decided one after another."""
+
+    def __init__(self, limit: int, window_s: float):
+        self.past = Restarts(limit, window_s)
+
+    def decide(self, error: Exception, step: int, now: float) -> Decision:
+        decision, self.past = decide(self.past, error, step, now)
+        return decision
+
+
 def test_restarts_are_limited_within_the_window_and_delayed_exponentially():
-    restarts = Restarts(3, 60)
+    restarts = Decided(3, 60)
     assert [restarts.decide(killed(), 1, now).delay_s for now in (0, 10, 20)] == [0, 2, 4]
     decision = restarts.decide(killed(), 1, 30)
     assert decision.refusal and not decision.repeated
     assert restarts.decide(killed(), 1, 61).delay_s == 4, "the first has left the window"
     assert restarts.decide(killed(), 1, 200).delay_s == 0, "all have left it"
-    assert restarts.count == 5
+    assert restarts.past.count == 5
 
 
 def test_no_delay_is_longer_than_five_minutes():
-    restarts = Restarts(50, 1e9)
+    restarts = Decided(50, 1e9)
     assert max(restarts.decide(killed(), 1, now).delay_s for now in range(50)) == 300
 
 
@@ -59,7 +72,7 @@ def test_no_delay_is_longer_than_five_minutes():
     "fault", [lambda: WorkerError("", cause="memory"), lambda: ValueError("a bug"), lambda: NonFiniteError("nan")]
 )
 def test_a_job_failure_at_the_same_step_is_not_retried_twice(fault):
-    restarts = Restarts(9, 60)
+    restarts = Decided(9, 60)
     assert not restarts.decide(from_rank(fault()), 4, 0).refusal
     assert not restarts.decide(from_rank(fault()), 5, 1).refusal, "another step"
     assert not restarts.decide(killed(), 4, 2).refusal, "the machine's fault"
@@ -86,11 +99,11 @@ def test_a_job_failure_at_the_same_step_is_not_retried_twice(fault):
 )
 def test_only_failures_of_worker_processes_are_recoverable(error, recovers):
     assert can_recover(error) == recovers
-    assert bool(Restarts(1, 60).decide(error, 1, 0).refusal) != recovers
+    assert bool(Decided(1, 60).decide(error, 1, 0).refusal) != recovers
 
 
 def test_without_restarts_every_failure_ends_the_run():
-    decision = Restarts(0, 60).decide(killed(), 1, 0)
+    decision = Decided(0, 60).decide(killed(), 1, 0)
     assert decision.refusal and not decision.repeated
 
 

@@ -47,7 +47,7 @@ def test_signals_of_a_forked_process_are_not_counted_as_those_of_its_parent():
 
 
 def test_the_watching_process_ends_with_its_process():
-    code = f"{BEGINNING}\nprint(signals.SIGNALS._watch, flush=True)\nos.kill(os.getpid(), 9)"
+    code = f"{BEGINNING}\nprint(signals.SIGNALS.watching_process, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     end = time.monotonic() + 60
     while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
@@ -58,7 +58,8 @@ def test_the_watching_process_ends_with_its_process():
 def test_the_watching_process_survives_signals_to_every_process_of_the_job():
     """As Slurm sends them. Python would write an error about each later signal of its process."""
     code = (
-        f"{BEGINNING}\nimport signal, time\nfor number in signals.HANDLED: os.kill(signals.SIGNALS._watch, number)\n"
+        f"{BEGINNING}\nimport signal, time\nwatch = signals.SIGNALS.watching_process\n"
+        "for number in signals.HANDLED: os.kill(watch, number)\n"
         "time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGTERM)\nprint(signals.SIGNALS.first)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -69,7 +70,7 @@ def test_the_watching_process_survives_signals_to_every_process_of_the_job():
 def test_the_watching_process_ends_before_the_final_message(is_lost):
     lose = "os.kill(watch, 9); os.waitpid(watch, 0)" if is_lost else ""
     code = (
-        f"{BEGINNING}\nwatch = signals.SIGNALS._watch\n{lose}\nsignals.SIGNALS.end_watch()\n"
+        f"{BEGINNING}\nwatch = signals.SIGNALS.watching_process\n{lose}\nsignals.SIGNALS.end_watch()\n"
         "print(os.path.exists(f'/proc/{watch}'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

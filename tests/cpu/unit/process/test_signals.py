@@ -15,7 +15,7 @@ import pytest
 from trainer.errors import NotSavedError, WorkerError
 from trainer.process import time_limits
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 
 ROOT = str(Path(__file__).parents[4])
 STREAMS = r"""

@@ -58,7 +58,7 @@ def test_a_call_that_does_not_end_is_left_behind():
 HANGING = """
 import sys, time
 from trainer.process import watchdog
-from trainer.process.failure_log import INCIDENTS
+from trainer.process.failures import INCIDENTS
 from trainer.process.signals import SIGNALS
 
 watchdog._MARGIN_S = 1.0

@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import OpenRun, configured
 from trainer.checkpoint.lock import NAME as LOCK_NAME
 from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
-from trainer.process.failure_log import INCIDENTS, describe
+from trainer.process.failures import INCIDENTS, describe
 from trainer.process.signals import CONTINUES
 from trainer.reports.diagnose import main
 from trainer.run.run_metadata import record_start

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from tests.support.metrics import make_tracker, step_metrics
 from trainer.config import Config, Metric, TrainerConfig
 from trainer.errors import UserError
-from trainer.process.failure_log import INCIDENTS, Incident
-from trainer.process.failures import INFRASTRUCTURE, JOB
+from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, JOB, Incident
 from trainer.reports.report import _notes, _panels, _reward, main, write_report
 from trainer.run.run_metadata import record_start
 

@@ -17,8 +17,7 @@ from tests.support.jobs import command_of, wait_until
 from tests.support.rewards import full, reward_pool, score
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import UserError, WorkerError
-from trainer.process.failure_log import INCIDENTS, read_incidents
-from trainer.process.failures import INFRASTRUCTURE
+from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, read_incidents
 from trainer.rewards import terms
 
 CUSTOM = """

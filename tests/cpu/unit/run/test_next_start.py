@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process.signals import Stopped
 from trainer.run.directory import RunDirectory
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_the_last_step_is_saved_whatever_the_interval(tmp_path, model, whole):
     with RunDirectory(cfg).open() as directory:
         stop.ask("SIGTERM")
         with pytest.raises(Stopped):
-            toy_trainer(cfg, directory, model, stop).fit()
+            toy_trainer(cfg, directory, model, stop).run()
     assert saved(tmp_path) == ["global_step_1"]
     toy_run(cfg, model)
     assert saved(tmp_path) == ["global_step_1", "global_step_3"]

@@ -9,9 +9,9 @@ import pytest
 from tests.support.runs import configured
 from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, WorkerError, set_failure_source
 from trainer.metrics.health import Divergence
-from trainer.process.failure_log import INCIDENTS, read_incidents
+from trainer.process.failures import INCIDENTS, read_incidents
 from trainer.run.recovery import Recovery
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 
 
 @pytest.fixture

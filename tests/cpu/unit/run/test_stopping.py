@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from trainer.run.stopping import StopRequest
+from trainer.run.state import StopRequest
 
 
 def test_a_deadline_leaves_room_for_a_step_and_a_save(monkeypatch):

@@ -8,43 +8,58 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from trainer.checkpoint.manager import SaveResult
-from trainer.errors import NotSavedError, UserError
+from trainer.checkpoint.components import Component
+from trainer.checkpoint.manager import CheckpointManager, SaveResult
+from trainer.errors import DivergedError, NonFiniteError, NotSavedError, UserError
 from trainer.process.signals import CONTINUES
 
 LOG = logging.getLogger(__name__)
 _LAST_TRIES = 4
 MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0
 """What `auto` expects."""
+FAILURES_ALLOWED = 3
+"""Saves in a row that may fail before the run stops. Until then training continues."""
 
 
-class SaveSchedule:
-    """Save every N steps, or at Young's optimal interval (`auto`).
+class Saves:
+    """The saves of a run. One that is begun is under way, until it is committed or has failed.
+
+    Forbidden: two saves under way (`begin` waits for the one before); a second save of a step whose save has not
+    failed; training after more than `FAILURES_ALLOWED` failures in a row (`collect`); an end of the run whose last step
+    is not committed (`save_last`).
 
     Args:
-        interval: number of steps, -1 (do not save by steps) or `auto`.
+        interval: number of steps between saves, -1 (do not save by steps) or `auto` (Young's optimal interval).
+        ckpt_path: of the config, for messages.
     """
 
-    def __init__(self, interval: int | str):
+    def __init__(self, interval: int | str, ckpt_path: str, checkpoints: CheckpointManager):
         self._interval = interval
-        self._last = time.monotonic()
+        self._begun_at = time.monotonic()
         self._cost_s = 0.0
-        self._duration_s = 0.0
+        self._ckpt_path = ckpt_path
+        self._checkpoints = checkpoints
+        self.restart()
 
-    def measured(self, blocked_s: float, duration_s: float) -> None:
-        """Record the cost of a save: seconds that training waited for it, and seconds from its begin to its commit."""
-        self._cost_s = max(blocked_s, self._cost_s / 2)  # halving forgets an outlier within a few saves
-        self._duration_s = duration_s
+    def restart(self) -> None:
+        """Forget the saves: the run begins, or continues from its last commit."""
+        self._failures = 0
+        self.failure = ""
+        """Why the last failed save failed."""
+        self.last_good = ""
+        """The newest checkpoint of the run that is committed and known to this object; empty: none."""
+        self.seconds = 0.0
+        """Seconds from begin to commit of the last save."""
+        self._blocked_s: Counter[int] = Counter()  # by the steps of saves
+        self.begun: int | None = None
+        """The step of the newest save, unless it has failed."""
 
-    def saved(self) -> None:
-        """Record that a save has begun."""
-        self._last = time.monotonic()
-
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether to save after `step`."""
         if self._interval == "auto":
-            return time.monotonic() - self._last >= self.best_interval_s()
+            return time.monotonic() - self._begun_at >= self.best_interval_s()
         assert isinstance(self._interval, int)
         return self._interval > 0 and step % self._interval == 0
 
@@ -54,33 +69,37 @@ class SaveSchedule:
         The interval is at least twice the duration of a save, because only one save is under way at a time. Before the
         first save C is unknown and counts as 0, so the first save is due immediately: it is worth the most.
         """
-        return max(math.sqrt(2 * self._cost_s * MEAN_TIME_BETWEEN_FAILURES_S), 2 * self._duration_s)
+        return max(math.sqrt(2 * self._cost_s * MEAN_TIME_BETWEEN_FAILURES_S), 2 * self.seconds)
 
+    def begin(
+        self,
+        step: int,
+        parts: Sequence[Component],
+        description: dict[str, Any],
+        before: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Begin to save `step`, unless its save has begun (see `CheckpointManager.save`)."""
+        if self.begun == step:
+            return
+        with self._blocking(self.begun):
+            self._checkpoints.wait()
+        with self._blocking(step):
+            self._checkpoints.save(step, parts, description, before)
+        self.begun, self._begun_at = step, time.monotonic()
 
-FAILURES_ALLOWED = 3
-"""Saves in a row that may fail before the run stops. Until then training continues."""
+    def wait(self, last: bool = False) -> None:
+        """Wait until no save is under way, and collect the results. `last`: see `collect`."""
+        self._checkpoints.wait()
+        self.collect(self._checkpoints.results(), last)
 
-
-class SaveTracker:
-    """Logs the result of each save, and ends the run if too many saves fail in a row.
-
-    Args:
-        schedule: receives the cost of each save.
-    """
-
-    def __init__(self, ckpt_path: str, schedule: SaveSchedule):
-        self._ckpt_path = ckpt_path
-        self._schedule = schedule
-        self._failures = 0
-        self.failure = ""
-        """Why the last failed save failed."""
-        self.last_good = ""
-        """The newest checkpoint that this process has committed."""
-        self.seconds = 0.0
-        """Seconds from begin to commit of the last save."""
-        self._blocked_s: Counter[int] = Counter()  # by the steps of saves
-        self.begun: int | None = None
-        """The step of the newest save, unless it has failed."""
+    @contextlib.contextmanager
+    def completed(self) -> Iterator[None]:
+        """Complete the saves that are under way before a sentence to the user ends the block."""
+        try:
+            yield
+        except (UserError, NonFiniteError, DivergedError):
+            self.wait(last=True)  # the sentence may be why a save has failed
+            raise
 
     def add_blocked(self, step: int | None, seconds: float) -> None:
         """Count seconds that training has waited for the save of `step`; None: there is none."""
@@ -88,7 +107,7 @@ class SaveTracker:
             self._blocked_s[step] += seconds  # type: ignore[assignment]
 
     @contextlib.contextmanager
-    def blocking(self, step: int | None) -> Iterator[None]:
+    def _blocking(self, step: int | None) -> Iterator[None]:
         """Count the time of the block as time that training waits for the save of `step`."""
         started = time.monotonic()
         yield
@@ -109,7 +128,7 @@ class SaveTracker:
                 self._failures = 0
                 self.last_good = result.path
                 self.seconds = result.seconds
-                self._schedule.measured(blocked_s, result.seconds)
+                self._cost_s = max(blocked_s, self._cost_s / 2)  # halving forgets an outlier within a few saves
             else:
                 self._record_failure(result.step, result.error, last)
 
@@ -117,7 +136,7 @@ class SaveTracker:
         """Save the last state of this process; try again if that fails.
 
         Args:
-            save: saves `step`, waits until that has ended, and lets this object collect the result.
+            save: begins to save `step`.
 
         Raises:
             NotSavedError: every try failed.
@@ -132,6 +151,7 @@ class SaveTracker:
         ):
             with attempt:
                 save()
+                self.wait(last=True)
                 if self.begun != step:
                     raise NotSavedError(
                         f"step {step} is trained but not saved: trainer.ckpt_path={self._ckpt_path}: {self.failure}; "
