@@ -41,9 +41,15 @@ class PolicyExports:
         """Export the policy after `step` if the interval says so. A full disk costs this export alone."""
         interval = self._cfg.trainer.hf_save_interval
         if interval > 0 and (step % interval == 0 or step == self._cfg.total_steps):
-            with left_out_if_disk_is_full(export_target(self._cfg, step)) as target:
+            target = export_target(self._cfg, step)
+            try:
                 self.export(target)
                 self._exported = step
+            except OSError as error:
+                if not is_disk_unwritable(error) or failure_source_of(error) is not None:  # others wait for that rank
+                    raise
+                reason = error.strerror
+                LOG.warning("%s: cannot be written (%s); training continues without this export", target, reason)
 
     def export_if_missing(self, step: int) -> None:
         """Export the policy after the last step if the run was killed between its last checkpoint and that export."""
@@ -94,28 +100,12 @@ def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
     Args:
         scratch: the parent of that directory, which all ranks see; None: that of temporary files.
     """
-    with TRACER.span("export"), naming(target), _directory(target, scratch) as path:
-        yield path
-
-
-@contextlib.contextmanager
-def left_out_if_disk_is_full(target: str) -> Iterator[str]:
-    """Give `target` to the block, and warn if the disk has no room for the export that the block makes there."""
-    try:
-        yield target
-    except OSError as error:
-        if not is_disk_unwritable(error) or failure_source_of(error) is not None:  # others wait for a rank that fails
-            raise
-        LOG.warning("%s: cannot be written (%s); training continues without this export", target, error.strerror)
-
-
-@contextlib.contextmanager
-def _directory(target: str, scratch: str | None) -> Iterator[str]:
     files = files_at(target)
-    if files.storage.disk is not None:
-        yield target
-        return
-    with tempfile.TemporaryDirectory(dir=scratch, prefix=".export-") as folder:
+    with TRACER.span("export"), naming(target), contextlib.ExitStack() as temporary:
+        if files.storage.disk is not None:
+            yield target
+            return
+        folder = temporary.enter_context(tempfile.TemporaryDirectory(dir=scratch, prefix=".export-"))
         made = os.path.join(folder, "export")
         yield made
         paths = [path.relative_to(made).as_posix() for path in sorted(Path(made).rglob("*")) if path.is_file()]

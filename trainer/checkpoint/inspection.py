@@ -114,19 +114,19 @@ def is_checkpoint(path: str) -> bool:
     return step_in(path) is not None or MANIFEST in open_store(path).storage.names()
 
 
-def read_named(path: str, level: str) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest valid checkpoint of the run at `path`.
+def read_named(path: str) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest valid checkpoint of the run at `path`, after reading all of it.
 
     Raises:
         UserError: there is none.
     """
     path = path.rstrip("/")
     if is_checkpoint(path):
-        return manifests.verify(path, level)
+        return manifests.verify(path)
     store = open_run(path)
     for step in reversed(store.steps()):
         try:
-            return manifests.verify(store.path(step), level if level != "off" else "size")
+            return manifests.verify(store.path(step))
         except UnreadableError as error:
             raise UserError(f"{error}; give the command as its owner, or ask for access") from error
         except CorruptCheckpointError as error:
@@ -141,13 +141,13 @@ def choose_checkpoint(path: str, step: int | None, best: bool) -> tuple[Checkpoi
         UserError: there is no such checkpoint.
     """
     if step is None and not best:
-        return read_named(path, "hash"), ""
+        return read_named(path), ""
     if is_checkpoint(path):
         raise UserError(f"{path}: is one checkpoint, and --best and --step choose one of a run; name the run")
     store = open_run(path)
     if step is not None:
         check_step(store, step, "--step")
-        return manifests.verify(store.path(step), "hash"), ""
+        return manifests.verify(store.path(step)), ""
     rows = describe_all(store, "size")
     row = next((row for row in rows if row["best"]), None)
     if row is None:
@@ -155,4 +155,4 @@ def choose_checkpoint(path: str, step: int | None, best: bool) -> tuple[Checkpoi
         raise UserError(f"--best: no checkpoint of {store.root} has a score; name one with --step, of {steps}")
     scored = sum(1 for row in rows if row["score"] is not None)
     why = f" (the best of {scored}: {row['score_metric'] or 'score'} {row['score']:.4g})"
-    return manifests.verify(row["path"], "hash"), why
+    return manifests.verify(row["path"]), why

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import NoneType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import xxhash
 
@@ -23,9 +23,6 @@ from trainer.checkpoint.storage import Storage, open_storage
 from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import digest_bytes, digest_file, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader, StorageWriter
 
 MANIFEST = "manifest.json"
 LATEST = "latest_ckpt_global_step.txt"
@@ -38,7 +35,8 @@ _CHUNK_BYTES = 8 << 20
 Fields = dict[str, Any]
 """The fields of a manifest, of which `files` has a dict for each `FileEntry`."""
 FORMAT_VERSION = 2
-VERIFY = ("hash", "size", "off")
+VERIFY = ("hash", "size")
+"""What a check of the files of a checkpoint compares: sizes and contents, or sizes alone."""
 _HASHERS = min(16, os.cpu_count() or 1)
 
 
@@ -121,18 +119,6 @@ class CheckpointFiles:
     def free_bytes(self) -> int | None:
         """Return the free space of the disk; None: the storage has no end."""
         return None if self.storage.disk is None else shutil.disk_usage(self.path).free
-
-    def reader(self, folder: str) -> StorageReader:
-        """Return DCP's reader of the shards in a folder. It executes no code in the shards."""
-        from trainer.checkpoint.tensors import ShardReader
-
-        return ShardReader(self, folder)
-
-    def writer(self, folder: str) -> StorageWriter:
-        """Return DCP's writer of one file a rank to a folder."""
-        from trainer.checkpoint.tensors import ShardWriter
-
-        return ShardWriter(self, folder)
 
 
 def step_in(path: str) -> int | None:
@@ -370,7 +356,7 @@ def verify(path: str, level: str = "hash") -> Checkpoint:
     """Read the manifest of the checkpoint at `path`, and check the files that it names.
 
     Args:
-        level: `hash` (size and content), `size`, or `off`.
+        level: of `VERIFY`.
 
     Raises:
         CorruptCheckpointError: names the first file that is missing, is outside of the checkpoint, or differs.
@@ -390,8 +376,6 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
                 f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint, or is no file"
             )
     path = checkpoint.path
-    if level == "off":
-        return
     with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
         for entry, size in zip(entries, pool.map(lambda e: _size_or_none(checkpoint, e), entries), strict=True):
             if size is None:

@@ -39,9 +39,11 @@ class ShardedFiles:
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
 
+        from trainer.checkpoint.tensors import ShardWriter
+
         files, rank = files_at(self.directory), dist.get_rank(group)
         try:
-            dcp.save(state, storage_writer=files.writer(name), process_group=group)
+            dcp.save(state, storage_writer=ShardWriter(files, name), process_group=group)
             failpoint("save:shards_written")
             if rank == 0:
                 for file, text in extra.items():
@@ -75,9 +77,9 @@ class ShardedFiles:
         """
         import torch.distributed.checkpoint as dcp
 
-        from trainer.checkpoint.tensors import SafePlanner
+        from trainer.checkpoint.tensors import SafePlanner, ShardReader
 
-        reader = files_at(self.directory).reader(name)
+        reader = ShardReader(files_at(self.directory), name)
         try:
             for entry in optional:
                 part, _, key = entry.partition(".")

@@ -99,7 +99,7 @@ class _FileSystem(FileSystemBase):
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes one file a rank to a folder of `files`, which makes it durable."""
+    """DCP's writer of one file a rank to a folder of `files`, which makes it durable."""
 
     def __init__(self, files: CheckpointFiles, folder: str):
         super().__init__(folder, single_file_per_rank=True, sync_files=False)
@@ -322,7 +322,7 @@ class NamedFiles:
         """Return whole tensors of a role, assembled from the shards of all ranks."""
         known = self.shapes(role)
         wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
-        reader = self.checkpoint.files.reader(role)
+        reader = ShardReader(self.checkpoint.files, role)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
             try:

@@ -7,7 +7,6 @@ sweep.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import errno
 import importlib.metadata
@@ -18,8 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import psutil
 
 from trainer.config.hydra import compose_flags, conf_dir, find_groups, hydra_words, to_config
 from trainer.config.overrides import parsed
@@ -43,7 +40,6 @@ from trainer.files.redaction import redact, redact_text
 from trainer.process import time_limits
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
-from trainer.process.startup import STARTED
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -175,17 +171,8 @@ class Outcome:
         sys.stdout.flush()
         sys.stderr.flush()
         SIGNALS.end_watch()
-        _end_started()
         # Not sys.exit: while the interpreter ends, a late signal would replace the status by death of a signal.
         os._exit(self.status)
-
-
-def _end_started() -> None:
-    """Kill the processes that modules of the user have started when they were imported, and theirs."""
-    for process in STARTED:
-        with contextlib.suppress(psutil.Error):
-            for one in (*process.children(recursive=True), process):
-                one.kill()
 
 
 class JobEnded(BaseException):

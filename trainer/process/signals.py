@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from trainer.errors import WorkerError
-from trainer.process import time_limits
+from trainer.process import signal_watch, time_limits
 
 EXIT_STATUS = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -261,13 +261,12 @@ class Signals:
         reading, self._watch_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(reading, True)
         text = f"stopped by a third signal, which the process could not handle: killed {os.getpid()}; {CONTINUES}"
-        script = os.path.join(os.path.dirname(__file__), "signal_watch.py")
         handled = ",".join(str(int(number)) for number in HANDLED)
         limits = [str(time_limits.SAME_REQUEST_S), str(time_limits.SIGNAL_GRACE_S)]
         try:
             self.watching_process = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-I", "-S", script, str(os.getpid()), handled, *limits, text],
+                [sys.executable, "-I", "-S", signal_watch.__file__, str(os.getpid()), handled, *limits, text],
                 os.environ,
                 file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
                 setsid=True,  # it must not receive the signals to the process group
@@ -280,14 +279,19 @@ class Signals:
         finally:
             os.close(reading)
 
+    def end_with_this(self, pid: int) -> None:
+        """Let a process be killed, with all that it has started, when this one has ended in any way."""
+        if self.watching_process is not None:
+            os.write(self._watch_pipe, bytes(128 | byte for byte in b"%d;" % pid))
+
     def end_watch(self) -> None:
-        """End the watching process, so that it does not outlive this process."""
+        """End the watching process with those of `end_with_this`, so that they do not outlive this process."""
         if self.watching_process is not None:  # otherwise this process has been forked since
             watch, self.watching_process = self.watching_process, None
             signal.set_wakeup_fd(-1)
             os.close(self._watch_pipe)
             with contextlib.suppress(OSError):  # it was killed, and a library has reaped it
-                os.kill(watch, signal.SIGKILL)
+                os.kill(watch, signal_watch.END)
                 os.waitpid(watch, 0)
 
     def _leave_watch(self) -> None:

@@ -10,13 +10,10 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from trainer.process.signals import SIGNALS
 from trainer.process.tracing import TRACER
 
-STARTED: list[Any] = []
-"""Processes that modules of the user have started when they were imported here. They end with this process."""
 _running: tuple[tuple[str, float], ...] = ()  # names and start times, outermost first
 
 
@@ -54,7 +51,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def noting_processes() -> Iterator[None]:
-    """Add the processes that the block starts to `STARTED`; those of this package may start meanwhile."""
+    """Let the processes that the block starts end with this one. Those of this package, which may start meanwhile, end
+    by themselves."""
     import psutil
 
     before = set(psutil.Process().children())
@@ -63,4 +61,5 @@ def noting_processes() -> Iterator[None]:
     finally:
         for process in set(psutil.Process().children()) - before:
             with suppress(psutil.Error):
-                STARTED.extend([process] * ("trainer" not in " ".join(process.cmdline())))
+                if "trainer" not in " ".join(process.cmdline()):
+                    SIGNALS.end_with_this(process.pid)

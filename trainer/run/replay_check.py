@@ -85,8 +85,12 @@ class ReplayAudit:
         if row is not None:
             difference = first_difference(row, metrics, self._tolerance)
             if difference is not None:
-                self._expected = {}
-                self._accept(f"step {step} was not replayed as it had been logged: {difference}")
+                self._expected, path = {}, self._checkpoint.path
+                problem = f"resumed from {path}, but step {step} was not replayed as it had been logged: {difference}"
+                if self._stops:
+                    raise UserError(f"trainer.on_resume_mismatch=stop: {problem}")
+                LOG.warning("%s", problem)
+                self._discard()
                 return
             self._matched += 1
         if not self._expected:
@@ -96,13 +100,6 @@ class ReplayAudit:
                 alone = "" if self._all_steps else " (the first step alone can be compared)"
                 steps = "step" if self._matched == 1 else "steps"
                 LOG.info("resume verified: %d replayed %s %s%s", self._matched, steps, how, alone)
-
-    def _accept(self, problem: str) -> None:
-        path = self._checkpoint.path
-        if self._stops:
-            raise UserError(f"trainer.on_resume_mismatch=stop: resumed from {path}, but {problem}")
-        self._discard()
-        LOG.warning("resumed from %s, but %s", path, problem)
 
     def _discard(self) -> None:
         if os.path.exists(self._path):

@@ -214,8 +214,7 @@ def read_lineage(run_dir: str) -> dict[str, Any]:
         ) from error
 
 
-def write_lineage(run_dir: str, parent: Checkpoint) -> dict[str, Any]:
-    """Record that this run starts from the checkpoint `parent`; return the record."""
+def write_lineage(run_dir: str, parent: Checkpoint) -> None:
+    """Record that this run starts from the checkpoint `parent`."""
     lineage = {"forked_from": parent.path, "step": parent.step, "manifest": parent.manifest["self"]}
     write_file(os.path.join(run_dir, LINEAGE_FILE), json.dumps(lineage, indent=2))
-    return lineage

@@ -10,18 +10,16 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manifest import (
     CARRIED,
     Checkpoint,
-    CheckpointError,
     CheckpointFiles,
     CorruptCheckpointError,
     FileEntry,
@@ -66,7 +64,8 @@ class RunFiles:
     def __init__(self, run_dir: str, store: CheckpointStore):
         self._run_dir = run_dir
         self._store = store
-        self._saved: dict[str, tuple[tuple[int, int, int], list[Piece]]] = {}  # the stamp at the last save, and pieces
+        # The stamp at the last save of this process, and the pieces.
+        self._saved: dict[str, tuple[tuple[int, int, int] | None, list[Piece]]] = {}
 
     def part(self) -> Component:
         """Return the part of a checkpoint that lists the pieces."""
@@ -77,23 +76,21 @@ class RunFiles:
 
         return Component(PART, begin, kinds=())
 
-    def restore(self, checkpoint: Checkpoint, only: Collection[str] | None = None) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Write the files that the checkpoint carries, unless the run directory has them.
 
         A file of the run directory that begins with the content that the checkpoint carries stays: it has more lines.
-
-        Args:
-            only: the files to restore; None: all.
 
         Raises:
             CorruptCheckpointError: a piece is missing or damaged.
             UserError: the store fails.
         """
-        missing = {}
-        for path, pieces in _listed(checkpoint).items():
+        missing, listed = {}, _listed(checkpoint)
+        self._saved = {path: (None, pieces) for path, pieces in listed.items()}  # the next save adds to these pieces
+        for path, pieces in listed.items():
             if not _is_carried(path):
                 raise CorruptCheckpointError(f"{checkpoint.path}: {FILE} names {path!r}, which no checkpoint carries")
-            if (only is None or path in only) and not self._has(path, pieces):
+            if not self._has(path, pieces):
                 missing[path] = pieces
         with ThreadPoolExecutor(_PARALLEL) as pool:
             for path, pieces in missing.items():
@@ -103,34 +100,6 @@ class RunFiles:
                 write_file(target, content, mode=0o600 if path in _PRIVATE else None)
         if missing:
             LOG.info("restored %d file(s) in %s from %s", len(missing), self._run_dir, checkpoint.path)
-
-    def remove_unused(self) -> None:
-        """Delete the pieces that no checkpoint names, as killed saves and deleted checkpoints leave them.
-
-        Call it before the first save of this process, which must hold the lock. While a checkpoint is archived or
-        cannot be read, nothing is deleted: it may name any piece.
-        """
-        try:
-            unused = set(self._store.pieces())
-            if not unused or self._store.archived():
-                return
-            steps = self._store.steps()
-            with ThreadPoolExecutor(_PARALLEL) as pool:
-                for chosen in (steps[-1:], steps[:-1]):  # the newest checkpoint names nearly all
-                    if unused:
-                        unused.difference_update(*pool.map(self._names_in, chosen))
-            self._store.remove_pieces(unused)
-        except (CheckpointError, OSError) as error:
-            LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
-        else:
-            if unused:
-                LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
-
-    # ---------------------------------------------------------------------------------------------------
-
-    def _names_in(self, step: int) -> set[str]:
-        files = _listed(manifests.read(self._store.path(step)))
-        return {piece.hash for pieces in files.values() for piece in pieces}
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
         paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))

@@ -45,7 +45,6 @@ class TrainerState:
             "step": self.step,
             "counters": {"prompts": self.prompts, "samples": self.samples, "tokens": self.tokens},
             "best": self.best,
-            "weight_version": self.step + 1,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.fault_proxy import ERROR, PASS
-from trainer.checkpoint.exports import check_export_path, export_directory, is_exported, left_out_if_disk_is_full
+from tests.support.toy import toy_config
+from trainer.checkpoint.exports import PolicyExports, check_export_path, export_directory, is_exported
 from trainer.checkpoint.storage import StoreError, open_storage
 from trainer.checkpoint.store import open_store
 from trainer.errors import FailureSource, UserError, set_failure_source
@@ -43,15 +44,25 @@ def test_an_export_at_a_url_is_whole_or_has_no_config(bucket_behind_proxy, fault
     assert not is_exported(target), "the older export is replaced in part"
 
 
+class Fails:
+    """An exporter whose exports raise an error."""
+
+    def __init__(self, error: OSError):
+        self.error = error
+
+    def export(self, directory: str, dtype: str) -> None:
+        raise self.error
+
+
 def test_an_export_without_room_is_left_out_unless_a_rank_has_failed(tmp_path, caplog):
     """The other ranks wait for one that has failed: all must start again."""
     full = OSError(errno.ENOSPC, "No space left on device")
-    with left_out_if_disk_is_full(str(tmp_path)):
-        raise full
-    assert f"{tmp_path}: cannot be written (No space left on device); training continues" in caplog.text
+    exports = PolicyExports(toy_config(tmp_path, hf_save_interval=1), Fails(full))
+    exports.export_if_due(1)
+    assert "/global_step_1/policy: cannot be written (No space left on device); training continues" in caplog.text
     set_failure_source(full, FailureSource("rank 1"))
-    with pytest.raises(OSError, match="No space left"), left_out_if_disk_is_full(str(tmp_path)):
-        raise full
+    with pytest.raises(OSError, match="No space left"):
+        exports.export_if_due(1)
 
 
 def test_a_directory_of_exports_that_holds_something_else_is_refused_before_the_start(s3_url, tmp_path, monkeypatch):

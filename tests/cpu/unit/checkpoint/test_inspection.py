@@ -49,7 +49,7 @@ def test_a_checkpoint_is_chosen_by_its_step_or_its_score_and_read_whole(tmp_path
     run = str(tmp_path / "run")
     assert open_run(run).root == checkpoints.store.root
     newest, why = choose_checkpoint(run, None, best=False)
-    assert (newest.step, why) == (4, "") and read_named(newest.path, "off").step == 4
+    assert (newest.step, why) == (4, "") and read_named(newest.path).step == 4
     assert choose_checkpoint(run, 1, best=False)[0].step == 1
     chosen, why = choose_checkpoint(run, None, best=True)
     assert chosen.step == best and why.startswith(" (the best of 3: val/accuracy 0.")
@@ -70,4 +70,4 @@ def test_what_names_no_checkpoint_gets_one_sentence(tmp_path):
     with pytest.raises(UserError, match="--best: no checkpoint of .* has a score; name one with --step, of 10"):
         choose_checkpoint(str(tmp_path / "run"), None, best=True)
     with pytest.raises(UserError, match="no checkpoint is there; looked in it"):
-        read_named(str(tmp_path / "none"), "hash")
+        read_named(str(tmp_path / "none"))

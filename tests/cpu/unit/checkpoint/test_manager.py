@@ -241,7 +241,7 @@ def test_a_newest_checkpoint_of_a_newer_format_is_refused_and_stays(tmp_path, ca
     assert checkpoints.store.steps() == [1, 2] and not caplog.messages
     assert describe(str(tmp_path / "global_step_2"), "hash")["readable"] is False, "it is not called damaged"
     with pytest.raises(UserError, match="install the version that wrote it"):
-        read_named(str(tmp_path), "hash")
+        read_named(str(tmp_path))
 
 
 def test_retention_deletes_nothing_while_a_score_cannot_be_read(tmp_path, caplog):

@@ -66,6 +66,22 @@ def test_the_watching_process_survives_signals_to_every_process_of_the_job():
     assert (done.stdout, done.stderr) == ("SIGTERM\n", "")
 
 
+@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "os._exit(1)", "signals.SIGNALS.end_watch()"])
+def test_what_a_module_of_the_user_has_started_ends_with_its_process_however_it_ends(ends):
+    code = (
+        f"{BEGINNING}\nimport subprocess, time\nfrom trainer.process.startup import noting_processes\n"
+        "with noting_processes(): server = subprocess.Popen(['sh', '-c', 'sleep 600 & echo $!; wait'], stdout=1)\n"
+        f"print(server.pid, flush=True); time.sleep(0.5)\n{ends}"
+    )
+    job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    started = [int(job.stdout.readline()) for _ in range(2)]
+    job.wait(60)
+    end = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in started):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_the_watching_process_ends_before_the_final_message(is_lost):
     lose = "os.kill(watch, 9); os.waitpid(watch, 0)" if is_lost else ""
