@@ -134,7 +134,7 @@ MOST_LINES = {
     "sandbox": (1400, 1200),
     "objectives algorithms learner workers parallel": (5650, 5400),
     "models": (4950, 3400),
-    "checkpoint": (4050, 3200),
+    "checkpoint": (4000, 3200),
     "cluster": (2450, 2200),
     "data": (2550, 1900),
     "metrics reports": (3450, 3200),
