@@ -221,7 +221,7 @@ SLIPS = {
     ),
     # What a kill leaves
     "deadline": Slip(
-        "run/recovery.py",
+        "run/state.py",
         "time.time() + seconds_needed > self._deadline",
         "time.time() > self._deadline",
         "unit/run/test_stopping.py",

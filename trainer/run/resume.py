@@ -66,7 +66,12 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     if t.resume_mode == "latest":
         newest = find_newest(cfg, checkpoints)
         if newest is None:
-            _check_no_fork(t.run_dir)
+            if forked := read_lineage(t.run_dir):
+                raise UserError(
+                    f"trainer.run_dir={t.run_dir}: holds a fork that has no checkpoint yet; start it again with "
+                    f"trainer.resume_mode=from_path trainer.resume_path={forked['forked_from']}, or choose another "
+                    "trainer.run_name"
+                )
             return None
         return compare(cfg, newest, False)
     checkpoint, fork = _find_named(cfg, checkpoints, holds_run)
@@ -88,20 +93,6 @@ def find_newest(cfg: Config, checkpoints: CheckpointManager) -> Checkpoint | Non
     return newest
 
 
-def _check_no_fork(run_dir: str) -> None:
-    """Check that this run is no fork: a fork without a checkpoint of its own starts from that of its parent.
-
-    Raises:
-        UserError: it is a fork.
-    """
-    if forked := read_lineage(run_dir):
-        raise UserError(
-            f"trainer.run_dir={run_dir}: holds a fork that has no checkpoint yet; start it again with "
-            f"trainer.resume_mode=from_path trainer.resume_path={forked['forked_from']}, or choose another "
-            "trainer.run_name"
-        )
-
-
 def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) -> tuple[Checkpoint, bool]:
     """Return the checkpoint at `trainer.resume_path`, or the newest checkpoint of the fork that started there.
 
@@ -112,7 +103,7 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
     path = absolute(t.resume_path)
     if step_in(path) is None or not (is_url(path) or os.path.isdir(path)):
         problem = "must be a global_step_N directory" if step_in(path) is None else "no such checkpoint"
-        raise UserError(f"trainer.resume_path={t.resume_path}: {problem}; `trainer checkpoint list RUN` names them")
+        raise UserError(f"trainer.resume_path={t.resume_path}: {problem}; `trainer checkpoint ls RUN` names them")
     if is_same(os.path.dirname(path), t.ckpt_path):
         raise UserError(
             f"trainer.resume_path={path}: is a checkpoint of this run; continue it with trainer.resume_mode=latest, "
@@ -134,17 +125,8 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             f"trainer.run_dir={t.run_dir}: already holds a run that is no fork; choose another trainer.run_name, or "
             "continue it with trainer.resume_mode=latest"
         )
-    return _verify_named(path), True  # no fallback: the user named this checkpoint
-
-
-def _verify_named(path: str) -> Checkpoint:
-    """Verify the checkpoint that `trainer.resume_path` names.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or cannot be read.
-    """
     try:
-        return manifests.verify(path)
+        return manifests.verify(path), True  # no fallback: the user named this checkpoint
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"trainer.resume_path={error}; restore the checkpoint from a copy, or name another one"

@@ -38,7 +38,7 @@ def test_a_directory_with_almost_the_name_of_a_checkpoint_is_none(run_dir, name)
 @pytest.mark.parametrize("path", ["checkpoints/global_step_7", "", "checkpoints"])
 def test_a_path_of_no_checkpoint_is_refused(run_dir, tmp_path, path):
     cfg = configured(tmp_path / "fork", resume_mode="from_path", resume_path=str(run_dir / path))
-    with pytest.raises(UserError, match=r"^trainer.resume_path=.*: .*; `trainer checkpoint list RUN` names them"):
+    with pytest.raises(UserError, match=r"^trainer.resume_path=.*: .*; `trainer checkpoint ls RUN` names them"):
         RunDirectory(cfg).open()
 
 
