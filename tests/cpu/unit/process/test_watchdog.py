@@ -35,12 +35,12 @@ def test_a_driver_hangs_after_the_limit_which_is_longer_while_it_waits():
 def test_progress_names_what_the_job_does(monkeypatch):
     dog = Watchdog(HANG_S, RPC_S)
     monkeypatch.setattr(SIGNALS, "safe_points", SIGNALS.safe_points)
-    for steps, status in (("before", "starting"), ("interrupted", "restarting"), ("after", "ending")):
-        monkeypatch.setattr(SIGNALS, "_steps", steps)
+    for status in ("starting", "restarting", "ending"):
+        monkeypatch.setattr(SIGNALS, "moment", status)
         assert dog.progress().status == status and dog.progress().limit_s is None
     SIGNALS.safe_points += 1
     assert dog.progress().age_s == 0
-    monkeypatch.setattr(SIGNALS, "_steps", "inside")
+    monkeypatch.setattr(SIGNALS, "moment", "training")
     dog._detector.update(1.0, 8, False)
     dog._detector.update(HANG_S, 8, False)
     assert dog.progress() == ("training", HANG_S, HANG_S)
