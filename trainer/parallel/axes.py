@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
@@ -33,7 +34,7 @@ with the same rows are the fastest, and axes that FSDP2 shards over are neighbou
 
 def axis_sizes(trainer: TrainerConfig, ranks: int | None = None) -> dict[str, int]:
     """Return the size of each axis for a number of ranks. None: for as few as the sizes in the config allow."""
-    least = trainer.layout_size
+    least = math.prod(getattr(trainer, axis.key) for axis in AXES.values() if axis.key)
     ranks = least if ranks is None else ranks
     assert ranks % least == 0, f"{ranks} ranks cannot form axes of {least}"
     return {name: getattr(trainer, axis.key) if axis.key else ranks // least for name, axis in AXES.items()}
