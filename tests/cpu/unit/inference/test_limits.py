@@ -1,8 +1,11 @@
-"""What people may send to an inference server, and how long its engine may take for it. No engine is needed."""
+"""What people may send to an inference server, and how long its engine may take for it. No vLLM is needed."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -41,3 +44,14 @@ async def chunks(size: int) -> Iterator[bytes]:
 def test_an_engine_may_take_longer_for_a_long_prompt():
     assert longest_pause_s({"prompt": 0}) == time_limits.SERVER_HANG_S
     assert longest_pause_s({"prompt": 8192}) == 3 * time_limits.SERVER_HANG_S
+
+
+def test_an_engine_that_hangs_or_exits_is_started_again(tmp_path):
+    """It makes no progress, or does not answer. Before, it is killed. One that makes progress is left alone."""
+    command = [sys.executable, "-m", "tests.support.hanging_engine", str(tmp_path / "starts")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    engines = json.loads(done.stdout)
+    assert len({one["process"] for one in engines}) == 4
+    assert [one["lives"] for one in engines] == [False, False, False, True]
+    assert done.stderr.count("; it is started again") == 3, done.stderr
