@@ -59,7 +59,6 @@ class SavedCheckpoint:
             trust_remote_code: execute the model's code that the checkpoint holds, if there is any.
         """
         from trainer.checkpoint.tensors import NamedFiles
-        from trainer.models.export import MAX_FILE_BYTES
         from trainer.models.export_checkpoint import DTYPES, export
         from trainer.models.loading import load_pretrained
 
@@ -67,7 +66,7 @@ class SavedCheckpoint:
             raise UserError(f"dtype={dtype}: must be one of auto, {', '.join(DTYPES)}")
         with tempfile.TemporaryDirectory(prefix="trainer-policy-") as directory:
             target = os.path.join(directory, "policy")
-            export(NamedFiles(self._checkpoint), target, dtype, MAX_FILE_BYTES)
+            export(NamedFiles(self._checkpoint), target, dtype)
             return load_pretrained(target, "auto", trust_remote_code)
 
     def tokenizer(self, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -34,7 +34,6 @@ from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.estimates import row_values
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.models.export import MAX_FILE_BYTES
 from trainer.models.export_checkpoint import adapter_files, export
 from trainer.models.files import resolve_model_path
 from trainer.models.heads import refuse_classifier, refuse_classifier_in

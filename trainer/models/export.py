@@ -146,7 +146,6 @@ def _json(content: Mapping[str, Any]) -> bytes:
 MADE_LAST = ("config.json", ADAPTER_CONFIG)
 """No model can be loaded without one of these files. An export is whole where one is there."""
 _WRITING = ".writing-"
-MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
 
 
 class WritingRanks(Protocol):
@@ -273,31 +272,3 @@ def _apply_umask(directory: str) -> None:
             path = os.path.join(folder, name)
             if stat.S_IMODE(os.stat(path).st_mode) != mode:
                 os.chmod(path, mode)
-
-
-def assign_to_files(sizes: Mapping[str, int], max_file_bytes: int, stem: str = "model") -> dict[str, list[str]]:
-    """Assign tensors, in order, to files of at most `max_file_bytes`. A larger tensor has a file of its own.
-
-    Args:
-        sizes: bytes of each tensor, by name.
-
-    Returns:
-        for each file name, the names of its tensors.
-    """
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if groups[-1] and used + size > max_file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    if len(groups) == 1:
-        return {f"{stem}.safetensors": groups[0]}
-    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
-
-
-def write_index(directory: str, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Write the index file, which contains the file of each tensor."""
-    with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
-        json.dump({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, index, indent=2)

@@ -1,4 +1,4 @@
-"""Write the policy of a checkpoint as a Hugging Face directory, without ranks. One file is in memory at a time.
+"""Write the policy of a checkpoint as a Hugging Face directory, without ranks. The weights of one file are in memory.
 
 No code in the checkpoint is executed, and only files that its manifest contains are copied.
 """
@@ -12,25 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import _TYPES, save
 from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights
 from trainer.files.documents import Shape
-from trainer.files.hf_hub import first_line
-from trainer.models.export import (
-    CONFIG,
-    WEIGHTS_ONLY,
-    assign_to_files,
-    atomic_directory,
-    with_dtype,
-    write_files,
-    write_index,
-)
+from trainer.models.export import CONFIG, WEIGHTS_ONLY, atomic_directory, with_dtype, write_files
+from trainer.models.export_sharded import MAX_FILE_BYTES, in_groups, plan_layout, tensor_bytes
 from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, is_classifier, score_name
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
-from trainer.models.weight_files import check_model_files, weight_shapes
+from trainer.models.weight_files import check_model_files, tensors_in, weight_shapes
 from trainer.models.weight_names import empty_model, file_tensors, file_units
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,15 +52,20 @@ class SavedFiles(Protocol):
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensors of an export."""
+    """The weights of an export, by their names in the module; adapters by those in peft's files."""
 
-    tensors: dict[str, Tensor]
-    """Shape and dtype of each tensor, on the meta device, in the order of the files."""
+    weights: dict[str, Tensor]
+    """Shape and dtype of each weight, on the meta device, in the order of the files."""
     read: Callable[[list[str]], dict[str, Tensor]]
 
 
 def export(
-    files: SavedFiles, out: str, dtype: str, max_file_bytes: int, adapter: bool = False, base: str | None = None
+    files: SavedFiles,
+    out: str,
+    dtype: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    adapter: bool = False,
+    base: str | None = None,
 ) -> list[str]:
     """Write the policy as a Hugging Face directory, atomically.
 
@@ -88,7 +87,7 @@ def export(
         raise UserError(f"{files.path}: contains no policy with its Hugging Face config")
     config = files.json(f"{_ASSETS}config.json", {})
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
-    if _heads(files) and (adapter or not is_classifier(config.get("architectures"))):
+    if _head(files).weights and (adapter or not is_classifier(config.get("architectures"))):
         problem = "an adapter's files lack; write the merged weights" if adapter else "no class of transformers reads"
         raise UserError(f"{files.path}: its policy has a head for values or scores, which {problem}")
     if (adapter or base) and not lora:
@@ -98,21 +97,17 @@ def export(
         if dtype not in DTYPES:
             raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
     if adapter:
-        source, stem, max_file_bytes = _adapter(files), "adapter_model", sys.maxsize
-    elif lora:
-        source, stem = _merged(files, lora, base or lora["base_model_name_or_path"]), "model"
+        source, assets = _saved(files, peft_name), _assets(files, WEIGHTS_ONLY)
     else:
-        source, stem = _plain(files, config), "model"
-    if not adapter:
-        source = _in_files(source, empty_model(config), getattr(torch, dtype))
-    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in source.tensors.items()}
-    assets = _assets(files, WEIGHTS_ONLY if adapter else (ADAPTER_CONFIG,))
-    if not adapter:
+        source = _merged(files, lora, base or lora["base_model_name_or_path"]) if lora else _plain(files, config)
+        assets = _assets(files, (ADAPTER_CONFIG,))
         assets[CONFIG] = with_dtype(assets[CONFIG], dtype)
     try:
         with atomic_directory(out) as writing:
             write_files(writing, assets)
-            return _write(writing, source, assign_to_files(sizes, max_file_bytes, stem))
+            if adapter:
+                return _write(writing, source, nn.Module(), torch.float32, sys.maxsize, "adapter_model")
+            return _write(writing, source, empty_model(config), getattr(torch, dtype), max_file_bytes, "model")
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
@@ -125,21 +120,18 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     """
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
-    source = _adapter(files) if has_adapters else _plain(files, config)
-    if not source.tensors:
+    source = _saved(files, peft_name) if has_adapters else _plain(files, config)
+    if not source.weights:
         raise UserError(f"{files.path}: contains no policy")
-    return source.read(list(source.tensors))
+    return source.read(list(source.weights))
 
 
 def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
     """Return peft's config and weights of a policy with adapters, and the directory of the adapted weights."""
-    from safetensors.torch import save
-
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
     if not lora:
         raise UserError(f"{files.path}: its policy was trained without adapters (trainer.policy.lora)")
-    source = _adapter(files)
-    weights = save(source.read(list(source.tensors)), metadata={"format": "pt"})
+    weights = save(read_policy(files), metadata={"format": "pt"})
     return files.read(f"{_ASSETS}{ADAPTER_CONFIG}").decode(), weights, lora["base_model_name_or_path"]
 
 
@@ -149,101 +141,65 @@ def _assets(files: SavedFiles, excluded: Collection[str]) -> dict[str, bytes]:
     return {name: files.read(path) for name, path in names.items() if name not in excluded}
 
 
-def _write(directory: str, source: _Source, groups: Mapping[str, list[str]]) -> list[str]:
-    """Write the weight files. Return their names."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    weight_map, total = {}, 0
-    for file, names in groups.items():
-        written = {
-            name: tensor.to(source.tensors[name].dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in source.read(names).items()
-        }
-        try:
-            save_file(written, os.path.join(directory, file), metadata={"format": "pt"})
-        except SafetensorError as error:  # for example, a full disk
-            raise OSError(first_line(error)) from error
-        total += sum(tensor.numel() * tensor.itemsize for tensor in written.values())
-        weight_map |= dict.fromkeys(written, file)
-    if len(groups) > 1:
-        write_index(directory, weight_map, total)
-    return list(groups)
-
-
-def _in_files(source: _Source, model: nn.Module, dtype: torch.dtype) -> _Source:
-    """Return the tensors of a model's files, from its weights by their names in the module.
+def _write(
+    directory: str, source: _Source, model: nn.Module, dtype: torch.dtype, max_file_bytes: int, stem: str
+) -> list[str]:
+    """Write the weight files. Return their names.
 
     Args:
-        model: an empty one.
+        model: an empty one, whose files have these weights.
         dtype: of the floating-point tensors.
     """
-    units = file_units(model, source.tensors)
-    tensors_of = {
-        unit: {score_name(name): tensor for name, tensor in file_tensors([unit], source.tensors, dtype).items()}
-        for unit in units
-    }
+    units = file_units(model, source.weights)
+    layout = plan_layout(file_tensors(units, source.weights, dtype), max_file_bytes, stem)
+    layout.create(directory)
+    sizes = {unit: sum(tensor_bytes(source.weights[name]) for name in unit.names) for unit in units}
+    with layout.opened(directory) as write:
+        for group in in_groups(sizes, max_file_bytes):
+            weights = source.read([name for unit in group for name in unit.names])
+            for unit in group:
+                for name, tensor in unit.to_files({name: weights.pop(name) for name in unit.names}).items():
+                    write(name, (0,) * tensor.dim(), tensor)
+    return list(layout.headers)
+
+
+def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _Source:
+    """Return weights of the policy as they were saved.
+
+    Args:
+        named: returns the name of a weight in the source, from that in the module. None: it is left out.
+    """
+    saved, weights = {}, {}
+    for path, entry in files.shapes("policy").items():
+        if path.startswith(_MODEL) and (name := named(path.removeprefix(_MODEL))) is not None:
+            saved[name] = path
+            weights[name] = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="meta")
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        wanted, found = set(names), {}
-        touched = [unit for unit in units if wanted & set(tensors_of[unit])]
-        weights = source.read([name for unit in touched for name in unit.names])
-        for unit in touched:
-            for name, tensor in unit.to_files({name: weights.pop(name) for name in unit.names}).items():
-                if (name := score_name(name)) in wanted:
-                    found[name] = tensor.contiguous()
-        return {name: found[name] for name in names}
-
-    return _Source({name: tensor for unit in units for name, tensor in tensors_of[unit].items()}, fetch)
-
-
-def _heads(files: SavedFiles) -> dict[str, Tensor]:
-    """Return the head of a policy that gives one value, without content (see `_Source`). Empty: a language model."""
-    return {
-        name.removeprefix(_MODEL): torch.empty(tuple(entry.size), device="meta")
-        for name, entry in files.shapes("policy").items()
-        if name.startswith(f"{_MODEL}{VALUE_HEAD}")
-    }
-
-
-def _plain(files: SavedFiles, config: dict[str, Any]) -> _Source:
-    """Return the weights of a policy without adapters, with their names in the module."""
-    weights = {}
-    for name, entry in files.shapes("policy").items():
-        tied = config.get("tie_word_embeddings") and name == f"{_MODEL}lm_head.weight"
-        if name.startswith(_MODEL) and not tied:
-            empty = torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device="meta")
-            weights[name.removeprefix(_MODEL)] = empty
-
-    def fetch(names: list[str]) -> dict[str, Tensor]:
-        tensors = files.tensors("policy", [f"{_MODEL}{name}" for name in names])
-        return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+        tensors = files.tensors("policy", [saved[name] for name in names])
+        return {name: tensors[saved[name]] for name in names}
 
     return _Source(weights, fetch)
 
 
-def _adapter(files: SavedFiles) -> _Source:
-    """Return the adapters, with the names that peft's files use."""
-    shapes = {name: entry for name, entry in files.shapes("policy").items() if name.startswith(_MODEL)}
-    by_peft_name = {peft_name(name.removeprefix(_MODEL)): name for name in shapes}
+def _plain(files: SavedFiles, config: dict[str, Any]) -> _Source:
+    """Return the weights of a policy without adapters."""
+    tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
+    return _saved(files, lambda name: None if name == tied else score_name(name))
 
-    def fetch(names: list[str]) -> dict[str, Tensor]:
-        tensors = files.tensors("policy", [by_peft_name[name] for name in names])
-        return {name: tensors[by_peft_name[name]] for name in names}
 
-    empty = {peft: torch.empty(tuple(shapes[name].size), device="meta") for peft, name in by_peft_name.items()}
-    return _Source(empty, fetch)
+def _head(files: SavedFiles) -> _Source:
+    """Return the head of a policy that gives one value. Empty: it is a language model."""
+    return _saved(files, lambda name: score_name(name) if name.startswith(VALUE_HEAD) else None)
 
 
 def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
     """Return the weights in the directory `base`, with the adapters merged."""
-    from safetensors import safe_open
-
     if os.path.isdir(base):
         check_model_files(base, "--base")
     file_of, weights = _base_weights(base)
-    parameters = [name.removeprefix(_MODEL) for name in files.shapes("policy") if name.startswith(_MODEL)]
-    adapted = {weight for weight in map(adapted_weight, parameters) if weight is not None}
+    adapters = _saved(files, lambda name: name)
+    adapted = {weight for weight in map(adapted_weight, adapters.weights) if weight is not None}
     if not adapted <= set(file_of):
         raise UserError(
             f"{base}: has no {sorted(adapted - set(file_of))[0]}, which has an adapter; its files use other names for "
@@ -256,25 +212,24 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
             "--base, or write only the adapter with --adapter"
         )
     scale = lora["lora_alpha"] / lora["r"]
-    heads = _heads(files)  # trained whole, in place of that of the base
-    if heads:
+    head = _head(files)  # trained whole, in place of that of the base
+    if head.weights:
         of_base = {name: weight for name, weight in weights.items() if not name.startswith(("lm_head.", SCORE_HEAD))}
-        weights = of_base | heads
+        weights = of_base | head.weights
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        pairs = {name: [f"{_MODEL}{p}" for p in adapter_parameters(name)] for name in names if name in adapted}
-        adapters = files.tensors("policy", [p for pair in pairs.values() for p in pair]) if pairs else {}
-        merged = {}
+        of_head = [name for name in names if name in head.weights]
+        found = head.read(of_head) if of_head else {}
+        pairs = {name: adapter_parameters(name) for name in names if name in adapted}
+        parts = adapters.read([part for pair in pairs.values() for part in pair]) if pairs else {}
         for name in names:
-            if name in heads:
-                merged |= {name: files.tensors("policy", [f"{_MODEL}{name}"])[f"{_MODEL}{name}"]}
-                continue
-            with safe_open(file_of[name], framework="pt") as weights:
-                merged[name] = weights.get_tensor(name)
+            if name not in found:
+                with safe_open(file_of[name], framework="pt") as opened:
+                    found[name] = opened.get_tensor(name)
             if name in pairs:
-                a, b = (adapters[parameter] for parameter in pairs[name])
-                merged[name] = merged[name].float() + scale * (b @ a)
-        return merged
+                a, b = (parts[part] for part in pairs[name])
+                found[name] = found[name].float() + scale * (b @ a)
+        return found
 
     return _Source(weights, fetch)
 
@@ -291,4 +246,5 @@ def _base_weights(base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
             "directory with --base, or write only the adapter with --adapter"
         )
     file_of = {name: file for name, (file, _) in sorted(found.items())}
-    return file_of, {name: torch.empty(found[name][1], device="meta") for name in file_of}
+    kinds = {name: kind for file in set(file_of.values()) for name, (kind, _) in tensors_in(file).items()}
+    return file_of, {name: torch.empty(found[name][1], dtype=_TYPES[kinds[name]], device="meta") for name in file_of}

@@ -11,31 +11,27 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import _TYPES
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.models.export import MAX_FILE_BYTES, assign_to_files, write_index
 from trainer.models.heads import score_name
 from trainer.models.lora import adapters_of, full_tensor, hugging_face_name
 from trainer.models.weight_names import FileUnit, file_tensors, file_units, whole_units
 from trainer.parallel.shard import reshard
 
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+T = TypeVar("T")
+MAX_FILE_BYTES = 5 * 10**9  # Hugging Face's own shard size
+_DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,39 @@ class FileLayout:
     headers: dict[str, bytes]
     sizes: dict[str, int]
     entries: dict[str, TensorEntry]
+
+    def create(self, directory: str) -> None:
+        """Create the files at their full size; if there are several, also the index, which has the file of each."""
+        os.makedirs(directory, exist_ok=True)
+        for file, header in self.headers.items():
+            with open(os.path.join(directory, file), "wb", opener=_open_without_links) as out:
+                out.write(header)
+                out.truncate(self.sizes[file])
+        if len(self.headers) > 1:
+            total = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
+            weight_map = {name: entry.file for name, entry in self.entries.items()}
+            with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
+                json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
+
+    @contextmanager
+    def opened(self, directory: str) -> Iterator[Callable[[str, tuple[int, ...], Tensor], None]]:
+        """Open the files that `create` has made. Yield a function that writes a block of a tensor at its place.
+
+        Its arguments are the name of the tensor, the indices of the first element of the block, and the block.
+        """
+        handles: dict[str, int] = {}
+
+        def write(name: str, first: tuple[int, ...], block: Tensor) -> None:
+            entry = self.entries[name]
+            if entry.file not in handles:
+                handles[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
+            _write_block(handles[entry.file], entry, first, block)
+
+        try:
+            yield write
+        finally:
+            for handle in handles.values():
+                os.close(handle)
 
 
 def export_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -83,14 +112,22 @@ def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
 
 
-def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> FileLayout:
-    """Assign the tensors, in order, to files of at most `max_file_bytes` of data (see `assign_to_files`)."""
+def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES, stem: str = "model") -> FileLayout:
+    """Assign the tensors, in order, to files of at most `max_file_bytes` of data. A larger one has a file of its own.
+
+    Args:
+        stem: what the names of the files begin with.
+    """
+    groups = in_groups({name: tensor_bytes(tensor) for name, tensor in tensors.items()}, max_file_bytes)
     headers, sizes, layout = {}, {}, {}
-    for file, names in assign_to_files({n: _bytes(t) for n, t in tensors.items()}, max_file_bytes).items():
+    for number, names in enumerate(groups, 1):
+        part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        file = f"{stem}{part}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begin = 0
+        starts = {}
         for name in names:
-            end = begin + _bytes(tensors[name])
+            starts[name], end = begin, begin + tensor_bytes(tensors[name])
             entries[name] = {
                 "dtype": _DTYPE_NAMES[tensors[name].dtype],
                 "shape": list(tensors[name].shape),
@@ -102,9 +139,26 @@ def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BY
         headers[file] = struct.pack("<Q", len(text)) + text
         sizes[file] = len(headers[file]) + begin
         for name in names:
-            start = len(headers[file]) + entries[name]["data_offsets"][0]  # type: ignore[index]
+            start = len(headers[file]) + starts[name]
             layout[name] = TensorEntry(file, start, tuple(tensors[name].shape), tensors[name].dtype)
     return FileLayout(headers, sizes, layout)
+
+
+def in_groups(sizes: Mapping[T, int], most: int) -> list[list[T]]:
+    """Divide things, in order, into groups of at most `most` bytes, or of one thing that is larger.
+
+    Args:
+        sizes: bytes of each.
+    """
+    groups: list[list[T]] = [[]]
+    used = 0
+    for thing, size in sizes.items():
+        if groups[-1] and used + size > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(thing)
+        used += size
+    return groups
 
 
 def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
@@ -116,26 +170,12 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
     units = file_units(module, weights)
     layout = plan_layout(file_tensors(units, weights, dtype))
     if dist.get_rank() == 0:
-        os.makedirs(directory, exist_ok=True)
-        for file, header in layout.headers.items():
-            with open(os.path.join(directory, file), "wb", opener=_open_without_links) as out:
-                out.write(header)
-                out.truncate(layout.sizes[file])
-        if len(layout.headers) > 1:
-            weight_map = {name: entry.file for name, entry in sorted(layout.entries.items())}
-            write_index(directory, weight_map, sum(layout.sizes.values()))
+        layout.create(directory)
     dist.barrier()
-    open_files: dict[str, int] = {}
-    try:
+    with layout.opened(directory) as write:
         for unit, parts in whole_units(units, merged_tensors(module)):
             for name, first, block in _own_blocks(unit, parts, dtype):
-                entry = layout.entries[name]
-                if entry.file not in open_files:
-                    open_files[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
-                _write_block(open_files[entry.file], entry, first, block)
-    finally:
-        for handle in open_files.values():
-            os.close(handle)
+                write(name, first, block)
     dist.barrier()
     return sorted(layout.headers)
 
@@ -234,5 +274,5 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Exports: a directory is published whole or not at all, and tensors are placed in files in order."""
+"""Exports: a directory is published whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
-from trainer.models.export import PolicyExporter, assign_to_files, atomic_directory, model_assets, write_index
+from trainer.models.export import PolicyExporter, atomic_directory, model_assets
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
@@ -34,22 +34,6 @@ def test_a_directory_whose_block_fails_is_deleted(tmp_path, error):
             pass
         raise error
     assert os.listdir(tmp_path) == []
-
-
-def test_tensors_are_assigned_to_files_in_order():
-    sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
-    assert assign_to_files(sizes, 10) == {
-        "model-00001-of-00003.safetensors": ["a", "b"],
-        "model-00002-of-00003.safetensors": ["c"],
-        "model-00003-of-00003.safetensors": ["d", "e"],
-    }
-    assert assign_to_files(sizes, 100, "adapter_model") == {"adapter_model.safetensors": list(sizes)}
-
-
-def test_the_index_keeps_the_order_of_the_tensors(tmp_path):
-    write_index(str(tmp_path), {"z": "model-1.safetensors", "a": "model-2.safetensors"}, 7)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert list(index["weight_map"]) == ["z", "a"] and index["metadata"] == {"total_size": 7}
 
 
 @pytest.fixture(scope="module")

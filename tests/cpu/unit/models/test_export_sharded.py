@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
-from trainer.models.export_sharded import export_tensors, plan_layout, write_safetensors
+from trainer.models.export_sharded import export_tensors, in_groups, plan_layout, write_safetensors
 from trainer.workers.rank import Rank
 
 TENSORS = {
@@ -54,20 +54,30 @@ def test_the_layout_is_a_file_of_safetensors(tmp_path, most):
     """Each tensor at its offset."""
     layout = plan_layout(TENSORS, most)
     assert len(layout.headers) == (1 if most > 40 else 3)
+    layout.create(str(tmp_path))
+    with layout.opened(str(tmp_path)) as write:
+        for name, tensor in TENSORS.items():
+            write(name, (0,) * tensor.dim(), tensor)
     for file, header in layout.headers.items():
         assert len(header) % 8 == 0, "data begins at a multiple of 8"
-        (tmp_path / file).write_bytes(header + bytes(layout.sizes[file] - len(header)))
         with safe_open(tmp_path / file, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             for name in opened.keys():  # noqa: SIM118, it is not a dict
                 tensor, entry = opened.get_tensor(name), layout.entries[name]
                 assert (entry.file, entry.shape, entry.dtype) == (file, tuple(tensor.shape), tensor.dtype)
-    assert layout.entries["a.weight"].dtype == torch.float32 and layout.entries["b"].dtype == torch.int64
+                assert torch.equal(tensor, TENSORS[name])
+    assert list(layout.entries) == list(TENSORS)
 
 
-def test_tensors_are_split_over_files_in_order():
-    assert len(plan_layout(TENSORS, 48).headers) == 2
-    assert list(plan_layout(TENSORS).entries) == list(TENSORS)
+def test_tensors_are_split_over_files_in_order(tmp_path):
+    sizes = {"a": 3, "b": 4, "c": 20, "d": 1, "e": 9}
+    assert in_groups(sizes, 10) == [["a", "b"], ["c"], ["d", "e"]]
+    layout = plan_layout(TENSORS, 48)
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    layout.create(str(tmp_path))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"].items()) == [("a.weight", first), *((name, second) for name in ("b", "c", "empty"))]
+    assert index["metadata"] == {"total_size": 48 + 40 + 1}
 
 
 def test_shards_of_ranks_are_written_at_their_places(tmp_path):
