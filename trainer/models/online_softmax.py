@@ -71,15 +71,8 @@ class OnlineSoftmax:
     @classmethod
     def of(cls, z: Tensor, of_targets: Tensor, with_dot: bool, compiled: bool = False) -> OnlineSoftmax:
         """Return the sums over the logits `(n, v)`, which may be overwritten."""
-        if compiled:
-            return cls(*_compiled(_sums)(z, with_dot), of_targets)
-        maximum = z.amax(dim=-1)
-        z -= maximum[:, None]
-        _avoid_denormals(z)
-        if not with_dot:
-            return cls(maximum, z.exp_().sum(dim=-1), None, of_targets)
-        p = z.exp()
-        return cls(maximum, p.sum(dim=-1), z.mul_(p).sum(dim=-1), of_targets)
+        sums = _compiled(_sums) if compiled else _sums
+        return cls(*sums(z, with_dot, not compiled), of_targets)
 
     def merged(self, other: OnlineSoftmax) -> OnlineSoftmax:
         """Return the sums over both slices."""
@@ -116,38 +109,8 @@ def gradient_of_logits(
     z: Tensor, targets: Tensor, vocabulary: Vocabulary, slopes: Slopes, dtype: torch.dtype, compiled: bool
 ) -> Tensor:
     """Return the gradient `(n, v)` of the logits `z`, which may be overwritten, in precision `dtype`."""
-    if compiled:
-        columns = targets - vocabulary.first
-        return _compiled(_gradient)(
-            z,
-            columns,
-            slopes.normalizers,
-            slopes.of_logprobs,
-            slopes.entropies,
-            slopes.of_entropies,
-            slopes.inverse_bound,
-            dtype,
-        )
-    of_logprobs = slopes.of_logprobs
-    curvature = None if slopes.inverse_bound is None else (z * slopes.inverse_bound).square_().neg_().add_(1)
-    z -= slopes.normalizers[:, None]  # log p
-    _avoid_denormals(z)
-    if slopes.entropies is not None:
-        assert slopes.of_entropies is not None
-        p = z.exp()
-        z += slopes.entropies[:, None]
-        z *= slopes.of_entropies[:, None]
-        z += of_logprobs[:, None]
-        z *= p
-        del p
-    else:
-        z.exp_()
-        z *= of_logprobs[:, None]
-    # z is now the gradient without the term of the target.
-    vocabulary.add(z, targets, -of_logprobs)
-    if curvature is not None:
-        z *= curvature
-    return z.to(dtype)
+    gradient = _compiled(_gradient) if compiled else _gradient
+    return gradient(z, targets - vocabulary.first, *vars(slopes).values(), dtype, not compiled)
 
 
 @functools.cache
@@ -161,12 +124,19 @@ def _compiled(function: Callable) -> Callable:
     return call
 
 
-def _sums(z: Tensor, with_dot: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the first three tensors of an `OnlineSoftmax`."""
+def _sums(z: Tensor, with_dot: bool, in_place: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the first three tensors of an `OnlineSoftmax`.
+
+    Args:
+        in_place: overwrite `z`. A compiled function does not, because it would write `z` to memory for that.
+    """
     maximum = z.amax(dim=-1)
-    lower = _without_denormals(z - maximum[:, None])
-    p = lower.exp()
-    return maximum, p.sum(dim=-1), (p * lower).sum(dim=-1) if with_dot else None
+    z = torch.sub(z, maximum[:, None], out=z if in_place else None)
+    _avoid_denormals(z)
+    if not with_dot:
+        return maximum, z.exp_().sum(dim=-1), None
+    p = z.exp()
+    return maximum, p.sum(dim=-1), z.mul_(p).sum(dim=-1)
 
 
 def _gradient(
@@ -178,21 +148,29 @@ def _gradient(
     of_entropies: Tensor | None,
     inverse_bound: float | None,
     dtype: torch.dtype,
+    in_place: bool,
 ) -> Tensor:
-    """See `gradient_of_logits`. `columns`: `(n,)`, those of the targets; outside of the slice there is none."""
-    logp = _without_denormals(z - normalizers[:, None])
-    slope = of_logprobs[:, None]
+    """See `gradient_of_logits`, and `_sums`.
+
+    Args:
+        columns: `(n,)`, those of the targets; outside of the slice there is none.
+    """
+    curvature = None if inverse_bound is None else (z * inverse_bound).square_().neg_().add_(1)
+    z = torch.sub(z, normalizers[:, None], out=z if in_place else None)  # log p
+    _avoid_denormals(z)
     if entropies is not None and of_entropies is not None:
-        slope = slope + (logp + entropies[:, None]) * of_entropies[:, None]
-    is_target = torch.arange(z.shape[1], device=z.device) == columns[:, None]
-    gradient = logp.exp() * slope - torch.where(is_target, of_logprobs[:, None], 0)
-    if inverse_bound is not None:
-        gradient = gradient * (1 - (z * inverse_bound).square())
-    return gradient.to(dtype)
-
-
-def _without_denormals(z: Tensor) -> Tensor:
-    return z if z.is_cuda else z.clamp(min=_least(z.dtype))
+        p = z.exp()
+        z.add_(entropies[:, None]).mul_(of_entropies[:, None]).add_(of_logprobs[:, None]).mul_(p)
+        del p
+    else:
+        z.exp_().mul_(of_logprobs[:, None])
+    # z is now the gradient without the term of the target.
+    if in_place:
+        Vocabulary().add(z, columns, -of_logprobs)
+    else:
+        is_target = torch.arange(z.shape[1], device=z.device) == columns[:, None]
+        z = z - torch.where(is_target, of_logprobs[:, None], 0)
+    return (z if curvature is None else z.mul_(curvature)).to(dtype)
 
 
 def _avoid_denormals(z: Tensor) -> None:
