@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +59,8 @@ def check_functions(config: Config) -> None:
     """
     algorithm = config.algorithm
     scores = {role.scores for role in config.roles if role.scores}
-    estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, partial(_try_estimator, scores=scores))
-    loss = _resolve(POLICY_LOSSES, algorithm, LOSS, partial(_try_loss, scores=scores))
+    estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, scores)
+    loss = _resolve(POLICY_LOSSES, algorithm, LOSS, scores)
     functions = {ESTIMATOR: estimator, LOSS: loss}
     _check_keys(algorithm, functions)
     _check_further_options(config, functions)
@@ -74,7 +73,7 @@ def check_functions(config: Config) -> None:
 
 
 def _resolve(
-    registry: dict[str, Callable[..., Any]], algorithm: AlgorithmConfig, key: str, try_out: Callable[..., None]
+    registry: dict[str, Callable[..., Any]], algorithm: AlgorithmConfig, key: str, scores: Collection[str]
 ) -> Callable[..., Any]:
     name = getattr(algorithm, key)
     try:
@@ -87,7 +86,7 @@ def _resolve(
             "docs/algorithms.md names, it ended in {}"
         )
         with user_code(message, has_place=True):
-            try_out(function, algorithm)
+            _try(function, algorithm, key, scores)
     return function
 
 
@@ -207,74 +206,39 @@ def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
         )
 
 
-def _try_estimator(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str]) -> None:
-    """Call an advantage estimator.
+def _try(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str, scores: Collection[str]) -> None:
+    """Call an advantage estimator or a policy loss on a small example, and check what it returns.
 
     Args:
         scores: arrays that roles of the run compute for it.
     """
-    rewards, mask = torch.zeros(4, 3), torch.ones(4, 3)
+    rewards, mask, groups = torch.zeros(4, 3), torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
     rewards[[0, 2, 3], -1] = 1.0  # one group whose rewards differ, and one whose rewards are equal
-    arrays = dict.fromkeys((*INPUTS[ESTIMATOR], *scores), torch.full((4, 3), -1.0)) | {"baselines": torch.zeros(4)}
-    inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
-    options = chosen_options(function, algorithm, ESTIMATOR) | inputs
-    results = function(rewards, mask, torch.tensor([0, 0, 1, 1]), **options)
-    returns_tensors = isinstance(results, tuple) and all(isinstance(result, torch.Tensor) for result in results)
-    if not (returns_tensors and [result.shape for result in results] == [mask.shape, mask.shape]):
-        raise TypeError(
-            "it must return (advantages, returns), both tensors of the shape of the rewards, "
-            f"{tuple(mask.shape)}; it returned {_kind(results)}"
-        )
-    if not all(bool(x.isfinite().all()) for x in results):
-        raise ValueError("it returned NaN or an infinity; mind a group of equal rewards, whose deviation is 0")
-
-
-def _try_loss(function: Callable[..., Any], algorithm: AlgorithmConfig, scores: Collection[str]) -> None:
-    """Call a policy loss.
-
-    Args:
-        scores: arrays that roles of the run compute for it.
-    """
-    _check_parameters(function)
-    logprobs, mask = torch.full((4, 3), -1.0, requires_grad=True), torch.ones(4, 3)
-    given = {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
-    arrays = dict.fromkeys((*INPUTS[LOSS], *scores), logprobs.detach()) | {"group_ids": torch.tensor([0, 0, 1, 1])}
-    inputs = {name: arrays[name] for name in parameter_names(function) if name in arrays}
-    options = chosen_options(function, algorithm, LOSS) | given | inputs
-    _check_result(function(logprobs, logprobs.detach(), mask - 0.5, mask, **options))
-
-
-def _check_parameters(function: Callable[..., Any]) -> None:
-    """Refuse a policy loss of another framework: it would get arrays for others, or lacks what this one passes."""
-    names = parameter_names(function, follow_wrapped=False)
-    if names and names[0].startswith("old"):
-        raise TypeError(f"its first parameter is {names[0]}; the order is logprobs, old_logprobs, advantages, mask")
-    takes_any = takes_any_option(function, follow_wrapped=False)
-    missing = [] if takes_any else [name for name in ("aggregation", "totals") if name not in names]
-    if names and missing:
-        raise TypeError(
-            f"it has no parameter {' and no '.join(missing)}; begin it with "
-            "def NAME(logprobs, old_logprobs, advantages, mask, *, aggregation, totals), and return "
-            "aggregate(losses, mask, aggregation, totals) with metrics (docs/extending.md)"
-        )
-
-
-def _kind(result: Any) -> str:
-    """Return the type of what a function returned, with shapes, for messages."""
-    if isinstance(result, tuple):
-        return f"({', '.join(map(_kind, result))})"
-    shape = f" {tuple(result.shape)}" if hasattr(result, "shape") else ""
-    return f"{type(result).__name__}{shape}"
-
-
-def _check_result(result: Any) -> None:
-    """Refuse what a loss has returned if it is not a loss and its metrics."""
-    if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
-        raise TypeError(f"it must return (loss, metrics), the loss a scalar tensor; it returned {_kind(result)}")
-    loss, metrics = result
-    if not loss.requires_grad:
+    logprobs = torch.full((4, 3), -1.0, requires_grad=True)
+    arrays = dict.fromkeys((*INPUTS[key], *scores), logprobs.detach())
+    options = chosen_options(function, algorithm, key)
+    if key == ESTIMATOR:
+        arguments, arrays["baselines"] = (rewards, mask, groups), torch.zeros(4)
+    else:
+        first = next(iter(parameter_names(function, follow_wrapped=False)), "")
+        if first.startswith("old"):  # in this order in other frameworks
+            raise TypeError(f"its first parameter is {first}; the order is logprobs, old_logprobs, advantages, mask")
+        arguments, arrays["group_ids"] = (logprobs, logprobs.detach(), mask - 0.5, mask), groups
+        options |= {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
+    options |= {name: arrays[name] for name in parameter_names(function) if name in arrays}
+    result = function(*arguments, **options)
+    shapes = [getattr(one, "shape", None) for one in result] if isinstance(result, tuple) else []
+    if key == ESTIMATOR:
+        if shapes != [mask.shape] * 2 or not all(isinstance(one, torch.Tensor) for one in result):
+            raise TypeError("it must return (advantages, returns), both tensors of the shape of the rewards, (4, 3)")
+        if not all(bool(one.isfinite().all()) for one in result):
+            raise ValueError("it returned NaN or an infinity; mind a group of equal rewards, whose deviation is 0")
+        return
+    if shapes != [(), None] or not isinstance(metrics := result[1], dict):
+        raise TypeError("it must return (loss, metrics), the loss a scalar tensor, the metrics a dict")
+    if not result[0].requires_grad:
         raise TypeError("its loss does not depend on the log-probs")
-    if not (isinstance(metrics, dict) and all(getattr(value, "shape", None) == () for value in metrics.values())):
+    if not all(getattr(value, "shape", None) == () for value in metrics.values()):
         raise TypeError("its metrics must be scalar tensors by their names, such as {'share': torch.tensor(0.5)}")
     if taken := _OF_THE_TRAINER & metrics.keys():
         raise TypeError(f"its metric {min(taken)} has the name of one of the trainer's; choose another")
