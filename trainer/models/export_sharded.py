@@ -173,7 +173,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
         layout.create(directory)
     dist.barrier()
     with layout.opened(directory) as write:
-        for unit, parts in whole_units(units, merged_tensors(module)):
+        for unit, parts in whole_units({unit: unit.names for unit in units}, merged_tensors(module)):
             for name, first, block in _own_blocks(unit, parts, dtype):
                 write(name, first, block)
     dist.barrier()
@@ -183,7 +183,7 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
 def stream_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the complete tensor of what `write_safetensors` writes. Each `next` may be a collective."""
     units = file_units(module, export_tensors(module))
-    for unit, parts in whole_units(units, merged_tensors(module)):
+    for unit, parts in whole_units({unit: unit.names for unit in units}, merged_tensors(module)):
         yield from _complete(unit, parts, dtype)
 
 

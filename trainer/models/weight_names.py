@@ -195,15 +195,21 @@ def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor], dtype
 
 
 def whole_units(
-    units: Iterable[FileUnit], weights: Iterable[tuple[str, Tensor]]
+    names_of: Mapping[FileUnit, Iterable[str]], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[FileUnit, dict[str, Tensor]]]:
-    """Yield each unit with its weights as soon as all of them have come."""
-    unit_of = {name: unit for unit in units for name in unit.names}
+    """Yield each unit with its tensors, by their names, as soon as all of them have come.
+
+    Raises:
+        ValueError: no unit has such a tensor.
+    """
+    missing = {unit: set(names) for unit, names in names_of.items()}
+    unit_of = {name: unit for unit, names in missing.items() for name in names}
     waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
-    for name, weight in weights:
-        unit = unit_of[name]
-        waiting[unit][name] = weight
-        if len(waiting[unit]) == len(unit.names):
+    for name, tensor in tensors:
+        if (unit := unit_of.get(name)) is None:
+            raise ValueError(f"the engine's model has no weight {name}")
+        waiting[unit][name] = tensor
+        if waiting[unit].keys() == missing[unit]:
             yield unit, waiting.pop(unit)
 
 
@@ -218,12 +224,5 @@ def module_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> I
     """
     weights = model.state_dict()
     names_of = {unit: list(file_tensors([unit], weights, torch.float32)) for unit in file_units(model, weights)}
-    unit_of = {name: unit for unit, names in names_of.items() for name in names}
-    waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors:
-        if name not in unit_of:
-            raise ValueError(f"the engine's model has no weight {name}")
-        unit = unit_of[name]
-        waiting[unit][name] = tensor
-        if len(waiting[unit]) == len(names_of[unit]):
-            yield from unit.to_module(waiting.pop(unit)).items()
+    for unit, whole in whole_units(names_of, tensors):
+        yield from unit.to_module(whole).items()

@@ -48,7 +48,7 @@ def test_names_and_values_are_those_of_save_pretrained(saved, name):
     model = random_model(CONVERTED[name], "eager")
     weights = weights_of(model)
     units, found = file_units(model, weights), {}
-    for unit, parts in whole_units(units, weights.items()):
+    for unit, parts in whole_units({unit: unit.names for unit in units}, weights.items()):
         tensors = unit.to_files(parts)
         if unit.is_by_rows:
             (whole,) = parts.values()
