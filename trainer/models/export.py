@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -243,7 +242,6 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
     os.mkdir(writing)
     try:
         yield writing
-        _apply_umask(writing)
         sync_tree(writing)
         before_publishing(target)
         os.rename(writing, target)
@@ -260,15 +258,3 @@ def write_files(directory: str, files: Mapping[str, bytes]) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(data)
-
-
-def _apply_umask(directory: str) -> None:
-    """Give all files the default mode of this process, because safetensors makes its files readable by one user."""
-    with open(os.path.join(directory, ".mode"), "xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    os.remove(os.path.join(directory, ".mode"))
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            if stat.S_IMODE(os.stat(path).st_mode) != mode:
-                os.chmod(path, mode)

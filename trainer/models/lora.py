@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.config import LoraConfig
 from trainer.errors import UserError
-from trainer.models.files import ADAPTER_CONFIG
 from trainer.parallel.shard import reshard, transformer_blocks
 from trainer.seeding import derive_seed
 
@@ -173,12 +170,8 @@ def adapter_config(config: LoraConfig, target_modules: list[str], base_model: st
     peft_config = _peft_config(config, target_modules)
     peft_config.base_model_name_or_path, peft_config.task_type = base_model, "CAUSAL_LM"
     peft_config.inference_mode = True
-    with tempfile.TemporaryDirectory() as scratch:
-        peft_config.save_pretrained(scratch)
-        with open(os.path.join(scratch, ADAPTER_CONFIG)) as file:
-            text = json.load(file)
-    text["target_modules"] = sorted(text["target_modules"])  # peft writes a set, in any order
-    return json.dumps(text, indent=2, sort_keys=True)
+    fields = peft_config.to_dict() | {"target_modules": sorted(target_modules)}  # peft has a set, in any order
+    return json.dumps(fields, indent=2, sort_keys=True)
 
 
 def adapted_modules(module: nn.Module) -> list[str]:

@@ -6,15 +6,14 @@ import json
 import os
 import shutil
 import stat
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
-from trainer.models.export import PolicyExporter, atomic_directory, model_assets
+from trainer.models.export import PolicyExporter, atomic_directory, model_assets, write_files
+from trainer.models.export_sharded import plan_layout
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 
@@ -141,9 +140,8 @@ def test_the_umask_decides_who_reads_an_export(mask, mode, tmp_path):
     before = os.umask(mask)
     try:
         with atomic_directory(str(tmp_path / "out")) as writing:
-            save_file({"w": torch.zeros(2)}, os.path.join(writing, "model.safetensors"))
-            Path(writing, "config.json").write_text("{}")
-            os.chmod(os.path.join(writing, "config.json"), 0o400)
+            plan_layout({"w": torch.zeros(2)}).create(writing)
+            write_files(writing, {"config.json": b"{}"})
     finally:
         os.umask(before)
     modes = {name: stat.S_IMODE(os.stat(tmp_path / "out" / name).st_mode) for name in os.listdir(tmp_path / "out")}
