@@ -209,7 +209,7 @@ def _weights(cfg: Config, subject: Subject, device: str) -> tuple[str, FixedWeig
         # In the dtype of the engines no more is written than they read, and nothing is rounded twice.
         dtype = cfg.rollout.dtype if cfg.rollout.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
         with stage(f"exporting the weights of {checkpoint.path}"):
-            export(files, path, dtype, MAX_FILE_BYTES, base=given if cfg.trainer.policy.lora.rank else None)
+            export(files, path, dtype, base=given if cfg.trainer.policy.lora.rank else None)
     return path, FixedWeights(path, directory)
 
 

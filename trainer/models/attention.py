@@ -3,160 +3,29 @@
 The attention is registered with transformers under the name `PACKED`, for which transformers builds no mask. The model
 passes the boundaries of the sequences to it as the keyword argument `packing`, so that recomputed activations and FSDP
 use the boundaries of their own micro-batch.
+
+On CUDA in half precision it is torch's variable-length kernel. Otherwise SDPA is called once for each bucket of
+sequences of similar length. The cost of that depends on the lengths, which differ in each micro-batch. So it is also
+one operator that `torch.compile` does not trace: a graph of its content would have to be compiled again and again.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+import functools
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
-from trainer.models.attention_kernels import attend_buckets, attention_op, with_sink_scores
 from trainer.parallel.collectives import AxisGroup
-from trainer.parallel.packing import Packing, index_select
-from trainer.parallel.shard import transformer_blocks
-
-_RECORDED = "recorded_mask"
-_FIRST, _SECOND = 2, 3
-"""Lengths of the sequences of the packed row."""
-_FAR = 1 << 24
-"""A distance between tokens that is longer than any window."""
-
-
-@dataclass(frozen=True)
-class Visible:
-    """Which tokens of its row a token of one block sees."""
-
-    is_causal: bool
-    """It sees all tokens before it, in its sequence and within `window`, and no others."""
-    window: int | None
-    """The number of tokens that it sees, itself included. None: all before it."""
-    separates: bool
-    """It sees none of another sequence of a packed row, whose positions start again."""
-
-
-class _Mask:
-    """Stands for a mask that was asked for."""
-
-    def __init__(self, mask_function: Callable[..., Any], local_size: int | None):
-        self._function = mask_function
-        self._window = local_size
-
-    def sees(self, query: int, key: int) -> bool:
-        return bool(self._function(*(torch.tensor(index) for index in (0, 0, query, key))))
-
-    def shape(self) -> tuple[bool, int | None]:
-        """Return `Visible.is_causal` and `Visible.window`."""
-        is_causal = self.sees(1, 1) and not self.sees(0, 1)
-        if self.sees(_FAR, 0):
-            return is_causal, None
-        window = self._window
-        is_plain = window is not None and not self.sees(window, 0) and (window == 1 or self.sees(window, 1))
-        return is_causal and is_plain, window
-
-
-def visible_tokens(lm: PreTrainedModel) -> list[Visible] | None:
-    """Return what a token of each block of `lm` sees. Its parameters may be on the meta device.
-
-    Returns:
-        None if the model does not tell: it builds no masks, or hands them to its blocks in its own way.
-    """
-    packed = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
-    try:
-        alone, together = _masks(lm, torch.arange(_FIRST + _SECOND)), _masks(lm, packed)
-        return [
-            Visible(*mask.shape(), not of_packed.sees(_FIRST + 1, _FIRST - 1))
-            for mask, of_packed in zip(alone, together, strict=True)
-        ]
-    except Exception:  # the code of a model may need more than it gets here
-        return None
-
-
-def _masks(lm: PreTrainedModel, positions: torch.Tensor) -> list[_Mask]:
-    """Return the masks that the blocks get for a row of tokens at these positions.
-
-    Raises:
-        Exception: the code of the model fails, or a block gets no mask.
-    """
-    blocks, found = transformer_blocks(lm), {}
-
-    def block_of(number: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = [one for one in (*args, *kwargs.values()) if isinstance(one, _Mask)]
-            if len(given) == 1:
-                found[number] = given[0]
-            return args[0] if args else kwargs["hidden_states"]
-
-        return forward
-
-    with ExitStack() as ends:
-        for number, block in enumerate(blocks):
-            ends.enter_context(_replaced(block, block_of(number)))
-        for module in lm.modules():
-            if "rotary" in type(module).__name__.lower():
-                ends.enter_context(_replaced(module, lambda x, *_, **__: (x, x)))
-        ends.enter_context(_recording(lm.config))
-        ends.enter_context(torch.no_grad())
-        ids = torch.zeros(1, len(positions), dtype=torch.long)
-        lm.base_model(input_ids=ids, position_ids=positions[None], use_cache=False)
-    return [found[number] for number in range(len(blocks))]
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-
-@contextmanager
-def _recording(config: Any) -> Iterator[None]:
-    before = config._attn_implementation
-    config._attn_implementation = _RECORDED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def _record(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, **__: Any) -> Any:
-    return _Mask(mask_function, local_size)
-
-
-def _attend(*_: Any, **__: Any) -> Any:
-    raise AssertionError("no block runs while its mask is asked for")
-
-
-ALL_MASK_ATTENTION_FUNCTIONS.register(_RECORDED, _record)
-ALL_ATTENTION_FUNCTIONS.register(_RECORDED, _attend)
-
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
-except ImportError:  # before torch 2.10
-    _VARLEN_PARAMETERS = frozenset()
-
-_VARLEN = {"scale", "window_size"} <= _VARLEN_PARAMETERS
-_NEEDS_GQA_FLAG = "enable_gqa" in _VARLEN_PARAMETERS
-"""Whether the kernel rejects fewer key heads than query heads without the flag, as torch 2.12 and later do. Earlier
-versions pass both numbers of heads to the same kernel without a check."""
+from trainer.parallel.packing import Bucket, Packing, index_select
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -165,34 +34,44 @@ _NEUTRAL = {"is_causal": (True,)}
 """Values of arguments for which any attention function computes the same. Others: False and 0."""
 _WITHOUT_EFFECT = {"position_ids"}
 """Arguments that models pass on and that no attention function needs for its scores."""
+_SINK_WIDTH = 8
+"""Dimensions that sinks add to a head. Fused kernels need multiples of 8."""
+
+
+class Scores(NamedTuple):
+    """How the scores of tokens are computed (see `packed_attention`)."""
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    """Each token also attends to a sink, whose score its query has (see `with_sink_scores`)."""
 
 
 def set_attention(lm: PreTrainedModel, implementation: str = "sdpa", pack: bool = True) -> None:
     """Decide whether rows of `lm` have several sequences (see `can_pack`), and make it use `packed_attention` then.
 
     Recurrent layers carry a state from one sequence to the next. Models that do not use transformers' table of
-    attention functions ignore the boundaries. A class may have other masks than `packed_attention`, or build them
-    without the positions by which transformers separates sequences. Such models get one sequence at a time.
+    attention functions ignore the boundaries. Not all classes build masks that keep sequences apart. Such models, and
+    all with the attention `eager`, get one sequence at a time.
 
     Args:
         implementation: `model.attn_implementation`. All but `sdpa` keep the attention that the model was built with.
         pack: `trainer.pack`.
     """
-    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
-    packs = pack and lm._supports_attention_backend and not is_stateful(lm) and not layers
-    visible = visible_tokens(lm) if packs else None
-    if implementation == "sdpa":
-        packs = packs and all(one.is_causal for one in visible or ())
-    elif not implementation.startswith("flash_attention"):  # which gets the boundaries themselves
-        packs = packs and visible is not None and all(one.separates for one in visible)
+    text = lm.config.get_text_config()
+    types = dict(enumerate(getattr(text, "layer_types", None) or ()))
+    packs = (
+        pack and lm._supports_attention_backend and not is_stateful(lm) and PACKABLE_LAYERS.issuperset(types.values())
+    )
+    packs = packs and implementation != "eager" and getattr(text, "is_causal", True)
     if packs and implementation == "sdpa":
         lm.set_attn_implementation(PACKED)
-        for block, of_block in zip(transformer_blocks(lm), visible or (), strict=False):
-            for module in block.modules():
-                module.visible_window = of_block.window
     for module in lm.modules():
         if isinstance(module, PreTrainedModel):
             module.packs_rows = packs
+        if types.get(getattr(module, "layer_idx", None)) == "sliding_attention":
+            module.layer_window = text.sliding_window
 
 
 def can_pack(module: nn.Module) -> bool:
@@ -241,11 +120,9 @@ def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
     assert not packing.has_prefixes, "only PACKED attention supports shared prefixes"
     if len(packing.lengths) == 1:
         return {}
-    if implementation.startswith("flash_attention"):
-        boundaries = {"cu_seq_lens_q": packing.cu_seqlens, "cu_seq_lens_k": packing.cu_seqlens}
-        longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
-        return {"position_ids": packing.position_ids, **boundaries, **longest}
-    return {"position_ids": packing.position_ids}  # transformers builds a dense mask from the positions
+    boundaries = {"cu_seq_lens_q": packing.cu_seqlens, "cu_seq_lens_k": packing.cu_seqlens}
+    longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
+    return {"position_ids": packing.position_ids, **boundaries, **longest}  # of flash attention
 
 
 def packed_attention(
@@ -264,9 +141,6 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sequence of a packed row.
 
-    On CUDA in half precision this is torch's variable-length kernel. Otherwise SDPA is called once for each bucket of
-    sequences of similar length, so that the cost is close to the sum of the squared lengths.
-
     With context parallelism, each rank passes the tokens of its slice of the row, and gets the result for them. In
     between, it has all tokens for a part of the heads (Jacobs et al., DeepSpeed Ulysses, 2023).
 
@@ -275,8 +149,8 @@ def packed_attention(
         key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
         packing: the sequences of the row.
         scaling: factor of the scores. None: 1 / sqrt(D).
-        sliding_window: number of tokens that a token attends to, itself included. The model's own mask, if it has told
-            it (`set_attention`), replaces it: some classes have a window in the mask alone.
+        sliding_window: number of tokens that a token attends to, itself included. None: that of the layer in the
+            config, because some classes have the window in the mask alone.
         softcap: scores become softcap tanh(scores / softcap).
         s_aux: `(H,)`, the score of a token without a value that each token attends to (an attention sink).
         others: what transformers' classes also pass.
@@ -297,14 +171,15 @@ def packed_attention(
     if s_aux is not None and softcap is not None:
         others["softcap"] = softcap
     _refuse_unknown(module, others)
-    window = getattr(module, "visible_window", sliding_window)
+    window = getattr(module, "layer_window", None) if sliding_window is None else sliding_window
     if s_aux is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key = with_sink_scores(query, key, s_aux / scaling)
+    scores = Scores(scaling, window, softcap, has_sinks=s_aux is not None)
     if packing.cp is None:
-        return _attend_row(query, key, value, packing, scaling, window, softcap, s_aux is not None), None
+        return _attend_row(query, key, value, packing, scores), None
     query, key, value = heads_of_all_tokens(query, key, value, packing, packing.cp)
-    out = _attend_row(query, key, value, packing, scaling, window, softcap, s_aux is not None)
+    out = _attend_row(query, key, value, packing, scores)
     return tokens_of_all_heads(out, packing, packing.cp), None
 
 
@@ -345,29 +220,20 @@ def tokens_of_all_heads(out: Tensor, packing: Packing, cp: AxisGroup) -> Tensor:
     return cp.all_to_all(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
 
 
-def _attend_row(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    has_sinks: bool,
-) -> Tensor:
+def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
     """Compute the attention of all tokens of the row: `(1, N, H, D)`."""
     assert query.shape[2] == packing.tokens, (query.shape, packing.tokens)
-    if not has_sinks and uses_varlen(query.device.type, query.dtype, query.shape[-1], softcap):
-        return attend_varlen(query, key, value, packing, scaling, window)
+    if not scores.has_sinks and uses_varlen(query.device.type, query.dtype, query.shape[-1], scores.softcap):
+        return attend_varlen(query, key, value, packing, scores.scaling, scores.window)
     if torch.compiler.is_compiling():
-        return attention_op(query, key, value, packing.sizes, scaling, window, softcap, has_sinks)
-    return attend_buckets(query, key, value, packing, scaling, window, softcap, has_sinks)
+        return attention_op(query, key, value, packing.sizes, *scores)
+    return attend_buckets(query, key, value, packing, scores)
 
 
 def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
     """Return whether torch's variable-length kernel computes the attention of heads of `width` dimensions."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return _VARLEN and device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
+    return device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
 
 
 def attend_varlen(
@@ -381,7 +247,6 @@ def attend_varlen(
         cu_seqlens_k = packing.cu_seqlens_k
     longest = packing.longest
     window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _NEEDS_GQA_FLAG else {}
     out = varlen_attn(  # the last query of a sequence is at the position of its last key
         rows.contiguous(),
         keys.contiguous(),
@@ -392,9 +257,190 @@ def attend_varlen(
         longest,
         scale=scaling,
         window_size=window_size,
-        **grouped,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[None]
+
+
+def attend_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
+    """Compute causal attention within each sequence, one call of SDPA for each bucket: `(1, N, H, D)`."""
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    buckets = packing.buckets
+    if any(packing.prefix_lengths):
+        keys, values = index_select(keys, packing.key_indices), index_select(values, packing.key_indices)
+    outputs = [
+        _attend_bucket(*tensors, bucket, indices, scores)
+        for *tensors, bucket, indices in zip(
+            queries.split([bucket.tokens for bucket in buckets]),
+            keys.split([bucket.keys for bucket in buckets]),
+            values.split([bucket.keys for bucket in buckets]),
+            buckets,
+            packing.bucket_indices,
+            strict=True,
+        )
+    ]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+def with_sink_scores(query: Tensor, key: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries `(1, H, N, D)` and keys of more dimensions, in the first of which each query has its head's score.
+
+    A sink's key has a 1 in this dimension and all others a 0. So the fused kernels compute attention with sinks, and
+    their gradients.
+
+    Args:
+        scores: `(H,)`, before the factor of the scores is applied.
+    """
+    column = scores.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
+    query = torch.cat([query, F.pad(column, (0, _SINK_WIDTH - 1))], dim=-1)
+    return query, F.pad(key, (0, _SINK_WIDTH))
+
+
+def _attend_bucket(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bucket: Bucket,
+    indices: tuple[Tensor, Tensor],
+    scores: Scores,
+) -> Tensor:
+    """Compute the attention of one bucket's tokens, `(tokens, H, D)`, to all tokens of their sequences."""
+    rows, (query_indices, key_indices) = len(bucket.lengths), indices
+
+    def padded(tensor: Tensor, indices: Tensor, longest: int) -> Tensor:
+        """Turn tokens `(n, H, D)` into `(rows, H, longest, D)`."""
+        if not bucket.is_even:
+            tensor = tensor.new_zeros(rows * longest, *tensor.shape[1:]).index_copy(0, indices, tensor)
+        return tensor.unflatten(0, (rows, longest)).transpose(1, 2)
+
+    longest_keys = bucket.longest + bucket.prefix_length
+    out = _attend(
+        padded(queries, query_indices, bucket.longest),
+        padded(keys, key_indices, longest_keys),
+        padded(values, key_indices, longest_keys),
+        scores,
+    )
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return flat if bucket.is_even else _Gather.apply(flat, query_indices)
+
+
+class _Gather(torch.autograd.Function):
+    """Select the rows at `indices`. No index repeats, so forward and backward only copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.size = len(rows)
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, indices, grads[0]), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Compute causal attention within each row: of the last T tokens, `(b, H, T, D)`, to all S, `(b, Hkv, S, D)`.
+
+    The padding is on the right, so no real token attends to it.
+    """
+    scaling, window, softcap, has_sinks = scores
+    length, all_tokens = query.shape[2], key.shape[2]
+    if window is not None and window >= all_tokens:
+        window = None
+    gqa = query.shape[1] != key.shape[1]
+    if softcap is None and window is None and length == all_tokens and not has_sinks:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    positions = torch.arange(all_tokens, device=query.device)
+    distance = positions[all_tokens - length :, None] - positions
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if has_sinks:
+        sink = key.new_zeros(key.shape[-1])
+        sink[-_SINK_WIDTH] = 1
+        key = torch.cat([sink.expand(*key.shape[:2], 1, -1), key], dim=2)
+        value, visible = F.pad(value, (0, 0, 1, 0)), F.pad(visible, (1, 0), value=True)
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    logits = (torch.tanh(logits / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    return logits.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+@torch.library.custom_op("trainer::packed_attention", mutates_args=())
+def attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool = False,
+) -> Tensor:
+    """Compute `attend_buckets` for sequences of these sizes (see `Packing.sizes`)."""
+    scores = Scores(scaling, window, softcap, has_sinks)
+    return attend_buckets(query, key, value, _packing(sizes, query), scores).contiguous()
+
+
+@attention_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+@torch.library.custom_op("trainer::packed_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad(), _recording():
+        out = attend_buckets(*inputs, _packing(sizes, query), Scores(scaling, window, softcap, has_sinks))
+    dq, dk, dv = torch.autograd.grad(out, inputs, grad)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
+
+
+attention_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def _recording() -> AbstractContextManager[None]:
+    """Let autograd record in the block. Inside an operator it does not record by default."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)  # only these keys: those of autocast must stay excluded
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _packing(sizes: Tensor, query: Tensor) -> Packing:
+    lengths, prefix_lengths = sizes.tolist()
+    return _cached_packing(tuple(lengths), tuple(prefix_lengths), query.device)
+
+
+@functools.lru_cache(maxsize=4)  # all layers of a micro-batch use the same packing
+def _cached_packing(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], device: torch.device) -> Packing:
+    return Packing(lengths, device, prefix_lengths=prefix_lengths)
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)

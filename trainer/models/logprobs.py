@@ -105,9 +105,6 @@ _CHUNK_LOGITS = 1 << 22
 """With a small vocabulary, a chunk has more tokens, up to this many logits. On CPU, this is also the limit with a large
 vocabulary: 16 MB stay in the cache between one pass over them and the next."""
 
-_ADDS_IN_PLACE = "dtype_out" in torch.ops.aten.addmm.overloads()
-"""Whether a half-precision product can be added to a float32 tensor without a temporary tensor. CUDA only."""
-
 
 @dataclass(frozen=True)
 class Head:
@@ -359,10 +356,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to `total`, which may have a higher precision."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and _ADDS_IN_PLACE:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tables import table
-from trainer.models.attention_kernels import attend_buckets, attention_op
+from trainer.models.attention import Scores, attend_buckets, attention_op
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -26,13 +26,15 @@ def test_the_operator_has_the_same_values_and_gradients(window, softcap, shared)
     inputs = make_inputs(packing.tokens)
     gradient = torch.randn(1, packing.tokens, 4, 8, generator=torch.Generator().manual_seed(4))
 
-    def compute(attend, row) -> list[Tensor]:
+    scores = Scores(0.3, window, softcap)
+
+    def compute(attend, *arguments) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*leaves, row, 0.3, window, softcap)
+        out = attend(*leaves, *arguments)
         return [out, *torch.autograd.grad(out, leaves, gradient)]
 
-    expected = compute(attend_buckets, packing)
-    for ours, theirs in zip(compute(attention_op, packing.sizes), expected, strict=True):
+    expected = compute(attend_buckets, packing, scores)
+    for ours, theirs in zip(compute(attention_op, packing.sizes, *scores), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -56,5 +58,5 @@ def test_other_lengths_need_no_other_graph():
         packing = Packing(lengths, "cpu")
         inputs = make_inputs(packing.tokens)
         found = compiled(*inputs, packing.sizes)
-        assert torch.equal(found, attend_buckets(*inputs, packing, None, None, None))
+        assert torch.equal(found, attend_buckets(*inputs, packing, Scores()))
     assert len(graphs) == 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.tables import table
-from trainer.models.attention_kernels import attend_buckets
+from trainer.models.attention import Scores, attend_buckets
 from trainer.parallel.packing import Packing
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -61,7 +61,7 @@ def test_each_token_attends_to_its_sequence_up_to_itself(scaling, window, softca
     lengths = [3, 11, 2, 7, 1]
     packing = Packing(lengths, "cpu", prefix_lengths=prefixes)
     inputs = make_inputs(packing.tokens)
-    found = attend_buckets(*inputs, packing, scaling, window, softcap)
+    found = attend_buckets(*inputs, packing, Scores(scaling, window, softcap))
     tolerance = 1e-12 if softcap is None else 1e-6  # with a soft cap, the softmax is float32
     reference = expected(inputs, lengths, prefixes, scaling, window, softcap)
     torch.testing.assert_close(found, reference, atol=tolerance, rtol=0)
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_the_definition(lengths):
     gradient = torch.randn(1, packing.tokens, HEADS, WIDTH, dtype=torch.float64)
     grads = []
     for compute in (
-        lambda leaves: attend_buckets(*leaves, packing, None, None, None),
+        lambda leaves: attend_buckets(*leaves, packing, Scores()),
         lambda leaves: expected(leaves, lengths, [0] * len(lengths), None, None, None),
     ):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
