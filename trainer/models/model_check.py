@@ -1,9 +1,9 @@
-"""Compare the forward pass of a loaded model with that of its own class, before the first step.
+"""Compare the forward pass of a model with that of its own class, before the first step.
 
-Two short rows are packed as training packs them, without gradients and with them. Plain transformers computes each of
-them alone, with eager attention and a full mask. A model up to `_WHOLE` parameters is compared as the ranks have loaded
-it. Of a larger one, rank 0 compares the first layers, as many as have one of each kind, with a part of the vocabulary.
-The names in the files are compared with those that transformers has read.
+Rank 0 compares the first layers, as many as have one of each kind, with a part of the vocabulary: on the CPU, in
+float32. Two short rows are packed as training packs them, without gradients and with them. Plain transformers computes
+each of them alone, with eager attention and a full mask. The tensors in the ranks and the names in the files are
+compared with those that transformers has read.
 
 The verdict is kept by everything that it depends on, so that a second start or a resume costs nothing.
 """
@@ -12,65 +12,101 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
+import json
+import os
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.config import ModelConfig, RoleSpec
+import trainer
+from trainer.config import LM, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
+from trainer.files.atomic_io import digest_bytes, digest_file, write_file
 from trainer.models.attention import PACKED, can_pack
-from trainer.models.files import load_trained_config
-from trainer.models.loading import CriticModel, empty_causal_lm
+from trainer.models.files import cache_directory, load_trained_config
+from trainer.models.loading import empty_causal_lm
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import full_tensor, hugging_face_name
-from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
 from trainer.models.weight_files import weight_files, weight_shapes
 from trainer.models.weight_names import file_units
 from trainer.parallel.mesh import Layout
 from trainer.parallel.packing import Packing
-from trainer.parallel.shard import param_dtype, transformer_blocks
+from trainer.parallel.shard import transformer_blocks
 
-_WHOLE = 20_000_000
-"""Parameters of a model that is compared whole. It takes about half a second."""
+_SMALL = 20_000_000
+"""Parameters of first layers that are compared even if all are of one kind. It takes about half a second."""
 _LARGEST = 200_000_000
-"""Parameters of the most layers of a part of a model. They take about 5 s."""
+"""Parameters of the most layers that are compared. They take about 5 s."""
 _LENGTHS = (17, 40)
 """Tokens of the two rows. The second one is longer than a window up to `_WINDOW`."""
 _WINDOW, _SHORT_WINDOW = 128, 24
 _TOKENS = 1024
-"""All ids of the rows are below this. It is the vocabulary of a part of a model."""
-_TIMES = 4
-"""A difference is refused if it is so many times the model's own difference between the dtypes."""
-_FEW = 0.05
-"""The share of tokens for which rounding may choose other experts in half precision."""
+"""The vocabulary of the part of a model."""
 _OTHER_LAYERS = "the model, because its config.json counts layers in another way"
 
 
 @dataclass
-class Rows:
-    """What a model computes for the two rows."""
+class Verdict:
+    """What the comparison of a model with its own class has found."""
 
-    hidden: list[Tensor]
-    """`(T, H)` float32: the last hidden states."""
-    logprobs: list[Tensor]
-    """`(T - 1,)` float32: of each token but the first. Empty for a model with a value head."""
+    problem: str | None = None
+    """What differs, and the key that trains the model rightly. None: nothing."""
+    not_compared: list[str] = field(default_factory=list)
 
-    @property
-    def values(self) -> Tensor:
-        """The log-probs; without them, the hidden states `(tokens, H)`."""
-        return torch.cat(self.logprobs) if self.logprobs else torch.cat(self.hidden)
+
+def keep_verdict(file: str, verdict: Verdict) -> None:
+    """Write `verdict` to `file`, if the directory can be written. Else the next start compares again."""
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        write_file(file, json.dumps(asdict(verdict), indent=1))
+
+
+def read_verdict(file: str) -> Verdict | None:
+    """Return the verdict that is kept in `file`. None: there is none."""
+    try:
+        with open(file, "rb") as stream:
+            return Verdict(**json.loads(stream.read()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def verdict_file(
+    model: ModelConfig, path: str, sizes: Mapping[str, int], spec: RoleSpec, pack: bool, longest: int | None
+) -> str:
+    """Return the name of the file of a verdict: a digest of what the verdict depends on."""
+    with os.scandir(path) as entries:
+        files = [(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries if e.is_file()]
+    parts = [
+        digest_file(os.path.join(path, "config.json")),
+        *sorted(files),
+        *(model.attn_implementation, model.trust_remote_code, pack, longest, spec.head, spec.has_adapters),
+        sorted((name, size > 1) for name, size in sizes.items()),
+        *(version("torch"), version("transformers"), _code()),
+    ]
+    name = digest_bytes(repr(parts).encode())
+    return os.path.join(cache_directory(model), "model_checks", f"{name}.json")
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the code that computes what models do."""
+    found = []
+    for package in ("models", "parallel"):
+        directory = os.path.join(os.path.dirname(trainer.__file__), package)
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
+        found += [digest_file(os.path.join(directory, name)) for name in names]
+    return digest_bytes(" ".join(found).encode())
 
 
 def check_model(
@@ -90,13 +126,11 @@ def check_model(
     Raises:
         UserError: they differ, and `model.check` is `refuse`.
     """
-    file = verdict_file(model, path, layout.device, layout.sizes, spec, pack, longest)
+    file = verdict_file(model, path, layout.sizes, spec, pack, longest)
     verdict = _everywhere(lambda: read_verdict(file))
     if verdict is None:
-        started = time.monotonic()
-        with torch.random.fork_rng(devices=[]):
-            verdict = _compare(model, module, path, layout, spec, pack, longest)
-        verdict.seconds = time.monotonic() - started
+        with torch.random.fork_rng(devices=[]), _quiet():
+            verdict = _compare(model, module, path, spec, pack, longest)
         if layout.is_main_rank:
             keep_verdict(file, verdict)
     if verdict.problem and model.check == "refuse":
@@ -116,162 +150,133 @@ def _everywhere(function: Callable[[], Any]) -> Any:
 
 
 def _compare(
-    model: ModelConfig,
-    module: nn.Module,
-    path: str,
-    layout: Layout,
-    spec: RoleSpec,
-    pack: bool,
-    longest: int | None,
+    model: ModelConfig, module: nn.Module, path: str, spec: RoleSpec, pack: bool, longest: int | None
 ) -> Verdict:
     config = load_trained_config(model, path, spec.key, longest)
-    is_whole = sum(parameter.numel() for parameter in module.parameters()) <= _WHOLE
-    ids, not_compared = _ids_of(module, config, is_whole, longest)
-    ours = _passes(module, ids, layout) if is_whole else None
-    complete = {name: full_tensor(tensor.detach()) for name, tensor in module.named_parameters()} if is_whole else {}
+    ids = _ids_of(config, longest)
+    verdict = Verdict()
+    own: PreTrainedModel | None = None
 
-    def judge() -> Verdict:
-        verdict = Verdict(not_compared=not_compared)
-        try:
-            own, unread, missing = _whole(model, config, path) if is_whole else _part(model, config, module, path)
-            verdict.not_compared += missing
-            if own is None:
-                return verdict
-            inside, outside = _split_unread(own, unread)
-            verdict.not_compared += outside
-            verdict.problem = inside or _other_tensor(module, complete, own, layout) or _lost_in_export(own)
-            if verdict.problem is None:
-                subject = module if is_whole else _subject(model, own, spec, pack)
-                found = ours or _passes(subject.to(layout.device), ids, None, layout.device)
-                _judge(verdict, found, own, ids, subject, param_dtype(spec.sharding.param_dtype, layout.device))
-        except UserError as error:
-            verdict.problem = str(error)
-        except Exception as error:  # code of the model, or a file that transformers itself does not read
-            verdict.problem = f"it cannot be compared with its own class, because that fails: {describe_error(error)}"
-        return verdict
+    def on_rank0(step: Callable[[], Any]) -> Any:
+        """Return what `step` returns, on all ranks. A failure is the problem of the verdict."""
 
-    with _quiet():
-        return _everywhere(judge)
+        def run() -> Any:
+            try:
+                return step()
+            except UserError as error:
+                verdict.problem = str(error)
+            except Exception as error:  # code of the model, or a file that transformers itself does not read
+                failed = describe_error(error)
+                verdict.problem = f"it cannot be compared with its own class, because that fails: {failed}"
+
+        return _everywhere(run)
+
+    def load() -> dict[str, torch.Size]:
+        nonlocal own
+        own, unread, verdict.not_compared = _part(model, config, module, path, spec)
+        if own is None:
+            return {}
+        verdict.problem, outside = _split_unread(own, unread)
+        verdict.not_compared += outside
+        return {name: tensor.shape for name, tensor in own.state_dict().items()}
+
+    def judge() -> None:
+        assert own is not None
+        verdict.problem = verdict.problem or different or _lost_in_export(own)
+        if model.attn_implementation == "flash_attention_2":
+            verdict.not_compared.append("the passes, because flash-attn computes on GPUs in half precision alone")
+        elif verdict.problem is None:
+            subject = _subject(model, own, spec, pack)
+            verdict.problem = _judge(_passes(subject, ids), own, ids, subject)
+
+    shapes = on_rank0(load)
+    different = _other_tensor(module, shapes or {}, own)
+    if shapes:
+        on_rank0(judge)
+    return _everywhere(lambda: verdict)
 
 
-def _ids_of(
-    module: nn.Module, config: PretrainedConfig, is_whole: bool, longest: int | None
-) -> tuple[list[Tensor], list[str]]:
-    """Return the ids `(T,)` of the rows, and which windows are longer."""
+def _ids_of(config: PretrainedConfig, longest: int | None) -> list[Tensor]:
+    """Return the ids `(T,)` of the rows."""
     text = config.get_text_config()
-    windows = {window for block in transformer_blocks(module) if (window := _window(block, text))}
-    short = [window for window in windows if window <= _WINDOW] or ([] if is_whole or not windows else [_SHORT_WINDOW])
+    window = _window(text) or 0
     most = min(one for one in (getattr(text, "max_position_embeddings", None), longest, 2 * _WINDOW) if one)
-    lengths = [min(most, _LENGTHS[0]), min(most, max(_LENGTHS[1], *(window + 16 for window in short), 0))]
+    longer = 16 + (window if window <= _WINDOW else _SHORT_WINDOW)
+    lengths = [min(most, _LENGTHS[0]), min(most, max(_LENGTHS[1], longer))]
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(min(text.vocab_size, _TOKENS), (length,), generator=generator) for length in lengths]
-    too_long = sorted(window for window in windows if window > _WINDOW) if is_whole else []
-    return ids, [f"windows of {window} tokens" for window in too_long]
+    return [torch.randint(min(text.vocab_size, _TOKENS), (length,), generator=generator) for length in lengths]
 
 
-def _window(block: nn.Module, text: Any) -> int | None:
-    own = {getattr(module, "visible_window", None) for module in block.modules()} - {None}
-    return max(own) if own else getattr(text, "sliding_window", None)
+def _window(text: Any) -> int | None:
+    window = getattr(text, "sliding_window", None)
+    return window if isinstance(window, int) else None
 
 
-def _passes(module: nn.Module, ids: Sequence[Tensor], layout: Layout | None, device: str = "cpu") -> list[Rows]:
+@dataclass
+class Rows:
+    """What a model computes for the two rows."""
+
+    hidden: list[Tensor]
+    """`(T, H)`: the last hidden states. Empty if the class does not tell them."""
+    logprobs: list[Tensor]
+    """`(T - 1,)`: of each token but the first."""
+
+
+def _passes(module: nn.Module, ids: Sequence[Tensor]) -> list[Rows]:
     """Return what `module` computes for the rows: packed if it packs them, else alone; again with gradients; alone."""
-    cp, device = (layout.cp, layout.device) if layout else (None, device)
     together = [list(ids)] if can_pack(module) else [[row] for row in ids]
-
-    def compute(rows_of: list[list[Tensor]]) -> Rows:
+    passes = []
+    for rows_of, has_gradients in ((together, False), (together, True), ([[row] for row in ids], False)):
         found = Rows([], [])
         for rows in rows_of:
-            _add_pass(found, module, rows, Packing([len(row) for row in rows], device, cp))
-        return found
-
-    with torch.compiler.set_stance("force_eager"):
-        passes = []
-        for rows_of, has_gradients in ((together, False), (together, True), ([[row] for row in ids], False)):
-            with torch.set_grad_enabled(has_gradients):
-                passes.append(compute(rows_of))
-    if isinstance(module, FSDPModule):
-        module.reset_iter_state()  # also because no backward pass follows the one with gradients
+            lengths = [len(row) for row in rows]
+            with torch.set_grad_enabled(has_gradients), _recorded_hidden(module) as states:
+                logprobs = token_logprobs(module, torch.cat(rows)[None], Packing(lengths, "cpu")).detach()
+            found.logprobs += [row[1:length] for row, length in zip(logprobs, lengths, strict=True)]
+            if states:  # some classes call a part of their backbone
+                found.hidden += states[0][0].detach().split(lengths)
+        passes.append(found)
     return passes
 
 
-def _add_pass(found: Rows, module: nn.Module, rows: list[Tensor], packing: Packing) -> None:
+def _own_rows(lm: PreTrainedModel, ids: Sequence[Tensor]) -> Rows:
+    """Return what `lm`, a plain model of transformers, computes for each row alone."""
+    found = Rows([], [])
+    with torch.no_grad(), _recorded_hidden(lm) as states:
+        for row in ids:
+            logp = lm(input_ids=row[None], attention_mask=torch.ones_like(row)[None], use_cache=False).logits[0]
+            found.logprobs.append(logp.float().log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0])
+    found.hidden = [state[0] for state in states]
+    return found
+
+
+@contextlib.contextmanager
+def _recorded_hidden(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list to which each pass adds its last hidden states, if the class has a backbone that it calls."""
     states: list[Tensor] = []
-    hook = _record_hidden(module.get_submodule(module._prefix) if isinstance(module, CriticModel) else module, states)
-    ids = torch.cat(rows)[None].to(packing.device)
-    lengths = [len(row) for row in rows]
-    try:
-        if isinstance(module, CriticModel):
-            module(ids, packing)
-        else:
-            logprobs = token_logprobs(module, ids, packing).detach().float().cpu()
-            found.logprobs += [row[1:length] for row, length in zip(logprobs, lengths, strict=True)]
-    finally:
-        hook.remove()
-    if states:  # some classes call a part of their backbone
-        found.hidden += packing.gather(states[0][0].detach().T.contiguous()).T.float().cpu().split(lengths)
-
-
-def _record_hidden(model: nn.Module, states: list[Tensor]) -> Any:
-    """Add the last hidden states of each pass to `states`, if the class has a backbone; returns what ends it."""
 
     def add(_: nn.Module, __: Any, output: Any) -> None:
         if isinstance(getattr(output, "last_hidden_state", None), Tensor):
             states.append(output.last_hidden_state)
 
-    return model.base_model.register_forward_hook(add)
+    hook = model.base_model.register_forward_hook(add)
+    try:
+        yield states
+    finally:
+        hook.remove()
 
 
-def _own_rows(lm: PreTrainedModel, ids: Sequence[Tensor]) -> Rows:
-    """Return what `lm`, a plain model of transformers, computes for each row alone."""
-    found, states = Rows([], []), []
-    hook = _record_hidden(lm, states)
-    with torch.no_grad():
-        for row in ids:
-            row = row.to(lm.device)[None]
-            logp = lm(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False).logits[0].float()
-            logp = logp.log_softmax(-1)[:-1].gather(-1, row[0, 1:, None])[:, 0]
-            found.logprobs.append(logp.cpu())
-    hook.remove()
-    found.hidden = [state[0].float().cpu() for state in states]
-    return found
-
-
-def _judge(
-    verdict: Verdict,
-    passes: list[Rows],
-    lm: PreTrainedModel,
-    ids: Sequence[Tensor],
-    module: nn.Module,
-    dtype: torch.dtype,
-) -> None:
-    """Say in `verdict` what of `passes` differs from what `lm` computes, by the first cause that explains it."""
+def _judge(passes: list[Rows], lm: PreTrainedModel, ids: Sequence[Tensor], module: nn.Module) -> str | None:
+    """Return what of `passes` differs from what `lm` computes, by the first cause that explains it; None: nothing."""
     own = _own_rows(lm, ids)
-    rounded = own
-    if dtype != torch.float32:
-        for parameter in lm.parameters():
-            parameter.data = parameter.data.to(dtype)
-        rounded = _own_rows(lm, ids)
     together, again, alone = passes
-    has_experts = any("expert" in name for name, _ in lm.named_parameters()) and dtype != torch.float32
-    if not together.logprobs:
-        own.logprobs = rounded.logprobs = []
 
-    def differences(rows: Rows, others: Rows, of: Callable[[Rows], Tensor]) -> tuple[float, float, int]:
-        """Return the largest difference, its limit, and the number of tokens with other experts."""
-        scale = of(own)
-        floor = 2e-6 * float(scale.abs().max()) + 1e-4 * float(scale.std())
-        limit = max(floor, _TIMES * _largest(of(rounded) - scale, has_experts)[0])
-        difference, left_out = _largest(of(rows) - of(others), has_experts, limit)
-        return difference, limit, left_out
-
-    def differs(rows: Rows, others: Rows, of: Callable[[Rows], Tensor] = lambda rows: rows.values) -> bool:
-        difference, limit, _ = differences(rows, others, of)
+    def differs(rows: Rows, others: Rows, of: Callable[[Rows], list[Tensor]] = lambda rows: rows.logprobs) -> bool:
+        difference, limit = _difference(of(rows), of(others), of(own))
         return not difference <= limit  # NaN differs
 
-    verdict.difference, verdict.limit, verdict.other_experts = differences(together, own, lambda rows: rows.values)
-    unit = "log-probs by up to {:.2g} nats" if own.logprobs else "hidden states by up to {:.2g}"
-    size = f"{unit.format(verdict.difference)}, where rounding explains {verdict.limit:.2g}"
+    difference, limit = _difference(together.logprobs, own.logprobs, own.logprobs)
+    size = f"log-probs by up to {difference:.2g} nats, where rounding explains {limit:.2g}"
     is_packed = can_pack(module)
     pack = "set trainer.pack=false"
     key = pack if module.config._attn_implementation == PACKED else "set model.attn_implementation=eager"
@@ -282,36 +287,30 @@ def _judge(
         and (sees := [differs(rows, alone) for rows in (together, again)]) != [True, True]
     ):
         when = "no gradients are computed" if sees[0] else "gradients are computed"
-        verdict.problem = f"the sequences of a packed row see each other where {when} ({size}); {pack}"
-    elif differs(together, again):
-        verdict.problem = (
+        return f"the sequences of a packed row see each other where {when} ({size}); {pack}"
+    if differs(together, again):
+        return (
             "two passes of the same weights differ: its code draws random numbers, as dropout does, while it computes; "
             "set the rate to 0 in its config.json"
         )
-    elif differs(alone, own) and knows_hidden and not differs(alone, own, lambda rows: torch.cat(rows.hidden)):
-        verdict.problem = f"its output layer (head) computes something else than its own class ({size})"
-    elif differs(alone, own):
-        text = module.config.get_text_config()
-        windows = [window for block in transformer_blocks(module) if (window := _window(block, text))]
-        of = [min([*windows, len(row)]) for row in ids]
-        has_longer_rows = knows_hidden and bool(windows) and min(windows) < max(map(len, ids))
-        inside = lambda rows: torch.cat([hidden[:n] for hidden, n in zip(rows.hidden, of, strict=True)])  # noqa: E731
-        is_window = has_longer_rows and not differs(alone, own, inside)
-        cause = f"a window of {min(windows)} tokens" if is_window else "its forward pass"
-        verdict.problem = f"{cause} is another one than in its own class ({size}); {key}"
-    elif is_packed and differs(together, own):
-        verdict.problem = f"the sequences of a packed row see each other, unlike in its own class ({size}); {pack}"
+    if differs(alone, own) and knows_hidden and not differs(alone, own, lambda rows: rows.hidden):
+        return f"its output layer (head) computes something else than its own class ({size})"
+    if differs(alone, own):
+        window = _window(module.config.get_text_config()) or 0
+        has_longer_rows = knows_hidden and 0 < window < max(map(len, ids))
+        is_window = has_longer_rows and not differs(alone, own, lambda rows: [one[:window] for one in rows.hidden])
+        cause = f"a window of {window} tokens" if is_window else "its forward pass"
+        return f"{cause} is another one than in its own class ({size}); {key}"
+    if is_packed and differs(together, own):
+        return f"the sequences of a packed row see each other, unlike in its own class ({size}); {pack}"
+    return None
 
 
-def _largest(difference: Tensor, has_experts: bool, limit: float = 0.0) -> tuple[float, int]:
-    """Return the largest difference of a token. In half precision, a few tokens may have other experts.
-
-    Returns:
-        the largest, and the number of tokens that were left out.
-    """
-    of_tokens = difference.abs().reshape(len(difference), -1).amax(1).sort(descending=True).values
-    few = int(_FEW * len(of_tokens)) if has_experts else 0
-    return float(of_tokens[few]), int((of_tokens[:few] > limit).sum())
+def _difference(rows: list[Tensor], others: list[Tensor], own: list[Tensor]) -> tuple[float, float]:
+    """Return the largest difference of rows, and what rounding in float32 explains of values like `own`."""
+    scale = torch.cat(own)
+    limit = 2e-6 * float(scale.abs().max()) + 1e-4 * float(scale.std())
+    return float((torch.cat(rows) - torch.cat(others)).abs().max()), limit
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -333,21 +332,8 @@ def _quiet() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _whole(model: ModelConfig, config: PretrainedConfig, path: str) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """Return what `_part` returns, for the whole model."""
-    lm, report = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=copy.deepcopy(config),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
-    return lm.eval(), sorted(report["unexpected_keys"]), []
-
-
 def _part(
-    model: ModelConfig, config: PretrainedConfig, module: nn.Module, path: str
+    model: ModelConfig, config: PretrainedConfig, module: nn.Module, path: str, spec: RoleSpec
 ) -> tuple[PreTrainedModel | None, list[str], list[str]]:
     """Return the first layers of the model, the names in its files that nothing reads, and what is not compared.
 
@@ -358,13 +344,16 @@ def _part(
     types = getattr(text, "layer_types", None) or [""] * len(blocks)
     if len(types) != len(blocks):
         return None, [], [_OTHER_LAYERS]
+    if not weight_files(path):
+        return None, [], ["the model, because its files are no safetensors"]
     kinds: dict[Any, int] = {}
     sizes = []
     for number, block in enumerate(blocks):
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-        kinds.setdefault((shapes, types[number], _window(block, text)), number)
+        kinds.setdefault((shapes, types[number]), number)
         sizes.append(sum(p.numel() for p in block.parameters()))
-    count = max(kinds.values()) + 1
+    small = sum(total <= _SMALL for total in itertools.accumulate(sizes))
+    count = max(max(kinds.values()) + 1, small)
     while count and sum(sizes[:count]) > _LARGEST:
         count -= 1
     missing = [f"layer {first} and those of its kind" for first in kinds.values() if first >= count]
@@ -380,7 +369,7 @@ def _part(
     text = part.get_text_config()
     text.num_hidden_layers, vocabulary = count, text.vocab_size
     text.vocab_size = min(vocabulary, _TOKENS)
-    if isinstance(getattr(text, "sliding_window", None), int) and text.sliding_window > _WINDOW:
+    if (_window(text) or 0) > _WINDOW:
         text.sliding_window = _SHORT_WINDOW
     tensors = _first_tensors(path, count, vocabulary)
     try:
@@ -400,8 +389,9 @@ def _part(
         return None, [], [f"the model, because its first layers do not compute alone ({describe_error(error)})"]
     if len(transformer_blocks(lm)) != count:
         return None, [], [_OTHER_LAYERS]
-    if report["missing_keys"]:
-        return None, [], [f"the model, because its first layers lack {sorted(report['missing_keys'])[0]}"]
+    of_head = set() if spec.head == LM else {"lm_head.weight"}  # which a reward model does not have
+    if lacking := sorted(set(report["missing_keys"]) - of_head):
+        return None, [], [f"the model, because its first layers lack {lacking[0]}"]
     ignored = [re.compile(pattern) for pattern in lm._keys_to_ignore_on_load_unexpected or ()]
     beyond = [name for name in weight_shapes(path) if (_layer(name) or 0) >= len(blocks)]
     beyond = [name for name in beyond if not any(pattern.search(name) for pattern in ignored)]
@@ -462,30 +452,26 @@ def _subject(model: ModelConfig, own: PreTrainedModel, spec: RoleSpec, pack: boo
     return lm
 
 
-def _other_tensor(module: nn.Module, complete: dict[str, Tensor], own: PreTrainedModel, layout: Layout) -> str | None:
-    """Return a sentence on a weight or buffer that is not that of the files; None: there is none.
+def _other_tensor(module: nn.Module, shapes: Mapping[str, torch.Size], own: PreTrainedModel | None) -> str | None:
+    """Return, on rank 0, a sentence on a weight or buffer that is not that of the files; None: there is none.
+
+    A collective: one tensor at a time is complete on each rank.
 
     Args:
-        complete: parameters of all ranks, by name. Of others, rank 0 compares its shards.
+        shapes: of the tensors of `own`.
+        own: the model as transformers has read it. None on other ranks.
     """
-    tensors = own.state_dict()
-    persistent = module.state_dict()
+    persistent, tensors = module.state_dict(), own.state_dict() if own is not None else {}
+    different = None
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         file_name = hugging_face_name(name)
-        expected = tensors.get(file_name) if file_name else None
-        if expected is None or name not in persistent or expected.shape != tensor.shape:
+        if name not in persistent or file_name is None or shapes.get(file_name) != tensor.shape:
             continue
-        found = complete.get(name, tensor.detach())
-        if isinstance(found, DTensor):
-            if layout.tp_mesh is not None:  # each rank has a part of a part
-                continue
-            shape, offset = compute_local_shape_and_global_offset(found.shape, found.device_mesh, found.placements)
-            expected = expected[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
-            found = found.to_local()
-        if not torch.equal(found.cpu(), expected.to(found.dtype)):
+        found = full_tensor(tensor.detach())
+        if tensors and different is None and not torch.equal(found.cpu(), tensors[file_name].to(found.dtype)):
             kind = "weight" if isinstance(tensor, nn.Parameter) else "buffer"
-            return f"its {kind} {name} is not the one that transformers reads from its files"
-    return None
+            different = f"its {kind} {name} is not the one that transformers reads from its files"
+    return different
 
 
 def _lost_in_export(own: PreTrainedModel) -> str | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import Config
-from trainer.models.verdicts import read_verdict, verdict_file
+from trainer.models.model_check import read_verdict, verdict_file
 from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import GB
 from trainer.plan.layouts import Changes, Layout
@@ -80,7 +80,7 @@ def _checks(cfg: Config, plan: Plan) -> list[str]:
         if path is None or path in found or not os.path.isdir(path):
             continue
         run = sizes, role, cfg.trainer.pack, cfg.longest_row
-        verdict = read_verdict(verdict_file(cfg.model, path, plan.cluster.device.kind, *run))
+        verdict = read_verdict(verdict_file(cfg.model, path, *run))
         if verdict is not None:
             said = verdict.problem or "an earlier start has compared it with its own class, and nothing differs"
             found[path] = f"{role.key}={path}: {said}"

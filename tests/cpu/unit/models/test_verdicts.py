@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import pytest
 
-from trainer.config import Config, FSDPConfig, ModelConfig, critic_role, policy_role
-from trainer.models import verdicts
-from trainer.models.verdicts import Verdict, keep_verdict, read_verdict, verdict_file
+from trainer.config import Config, ModelConfig, critic_role, policy_role
+from trainer.models import model_check
+from trainer.models.model_check import Verdict, keep_verdict, read_verdict, verdict_file
 
 SIZES = {"dp_shard": 2, "tp": 1}
 
@@ -22,39 +21,36 @@ def directory(tmp_path):
 
 
 def file_of(directory, **changes) -> str:
-    values = {"model": ModelConfig(cache_dir="/cache"), "path": str(directory), "device": "cpu", "sizes": SIZES}
+    values = {"model": ModelConfig(cache_dir="/cache"), "path": str(directory), "sizes": SIZES}
     return verdict_file(**values | {"spec": policy_role(Config()), "pack": True, "longest": 64} | changes)
 
 
 def test_a_verdict_is_read_as_it_was_kept(tmp_path):
     file = str(tmp_path / "model_checks" / "one.json")
     assert read_verdict(file) is None
-    keep_verdict(file, Verdict("another window", ["layer 7"], 0.5, 0.1, 2, 1.5))
-    assert read_verdict(file) == Verdict("another window", ["layer 7"], 0.5, 0.1, 2, 1.5)
+    keep_verdict(file, Verdict("another window", ["layer 7"]))
+    assert read_verdict(file) == Verdict("another window", ["layer 7"])
     os.truncate(file, 3)
     assert read_verdict(file) is None
 
 
 def test_what_a_verdict_depends_on_names_its_file(directory, monkeypatch):
-    half = dataclasses.replace(policy_role(Config()), sharding=FSDPConfig(param_dtype="bfloat16"))
     others = {
         file_of(directory, **one)
         for one in (
             {"model": ModelConfig(cache_dir="/cache", attn_implementation="eager")},
-            {"device": "cuda"},
             {"sizes": SIZES | {"tp": 2}},
             {"pack": False},
             {"longest": 65},
             {"spec": critic_role(Config())},
-            {"spec": half},
         )
     }
     first = file_of(directory)
-    assert len(others | {first}) == 8 and first.startswith("/cache/model_checks/")
+    assert len(others | {first}) == 6 and first.startswith("/cache/model_checks/")
     assert file_of(directory, sizes=SIZES | {"dp_shard": 4}) == first, "the number of ranks"
     for name in ("config.json", "model.safetensors"):
         os.utime(directory / name, ns=(1, 1))
         assert file_of(directory) not in {first, *others}
         others.add(file_of(directory))
-    monkeypatch.setattr(verdicts, "_code", lambda: "another version")
+    monkeypatch.setattr(model_check, "_code", lambda: "another version")
     assert file_of(directory) not in others

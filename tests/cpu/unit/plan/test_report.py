@@ -12,7 +12,7 @@ from benchmarks.scale import CASES, HEADS, plan_of, row_of
 from tests.support.forks import run_forked
 from tests.support.jobs import environment
 from tests.support.pages import ROOT
-from trainer.models.verdicts import Verdict, keep_verdict, verdict_file
+from trainer.models.model_check import Verdict, keep_verdict, verdict_file
 from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import COMPILED_KEEPS, Cluster
 from trainer.plan.layouts import Layout
@@ -67,7 +67,7 @@ def test_a_verdict_on_the_model_that_is_kept_is_named(cfg, node, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     assert not any(cfg.model.path in note for note in notes(cfg, plan))
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-    file = verdict_file(cfg.model, cfg.model.path, node.device.kind, sizes, cfg.roles[0], True, cfg.longest_row)
+    file = verdict_file(cfg.model, cfg.model.path, sizes, cfg.roles[0], True, cfg.longest_row)
     for kept, said in (
         (Verdict(), "an earlier start has compared it"),
         (Verdict("its window differs"), "its window"),
