@@ -38,14 +38,13 @@ def _plan(cfg: Config) -> None:
     from trainer.config.hydra import words_given
     from trainer.config.overrides import refuse_unread
     from trainer.plan.hardware import parse_cluster
-    from trainer.plan.layouts import best_layout
+    from trainer.plan.layouts import timed_layouts
     from trainer.plan.plan import make_plan
     from trainer.plan.report import as_text
 
     refuse_unread([word for word in words_given() if not word.lstrip("+").startswith("plan.")], cfg)
     cluster = parse_cluster(cfg.plan.gpus)
-    plan, best = make_plan(cfg, cluster), best_layout(cfg, cluster)
-    show(as_text(cfg, plan, best))
+    show(as_text(cfg, make_plan(cfg, cluster), timed_layouts(cfg, cluster)))
 
 
 if __name__ == "__main__":

@@ -103,11 +103,10 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
         return PlannedEngine(weights, size, workspace, cache, longest, gpus)
     prefill = r.engine_args.get("max_num_batched_tokens") or prefill_tokens(device)
     batch = max(prefill, cfg.longest_sequence if device.is_cpu else 0, r.max_num_seqs)
-    layer = itemsize * batch * numbers_of_layer(text, tp, device.is_cpu)
-    sampler = itemsize * batch * text.hidden_size + r.max_num_seqs * text.vocab_size * _bytes_of_logit(
-        device, itemsize, tp
-    )
-    workspace = int(max(layer, sampler))
+    # The sampler holds the logits, and a copy in float32; with several GPUs also a part, and what is gathered of them.
+    logit = 4 + itemsize * (1 if tp == 1 else 3)
+    sampler = itemsize * batch * text.hidden_size + r.max_num_seqs * text.vocab_size * logit
+    workspace = max(itemsize * batch * numbers_of_layer(text, tp), sampler)
     if device.is_cpu:
         size = r.engine_args.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
         return PlannedEngine(weights, size, workspace, cache, longest, gpus)
@@ -116,35 +115,23 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
     return PlannedEngine(weights, size, workspace + graphs, cache, longest, gpus, graphs)
 
 
-def numbers_of_layer(text: Any, tp: int, on_cpu: bool) -> int:
+def numbers_of_layer(text: Any, tp: int) -> int:
     """Return how many numbers vLLM holds for each token of a prefill at the fullest moment of a layer.
 
     Around the layer are its input and the residuals. Attention holds queries, keys and values, copies of the first two
     with their norms, and its result. The feed-forward part holds two products beside each other (SwiGLU), their product
-    and its result; experts hold two buffers for each expert of a token. On CPU there is one tensor more in each part,
-    because norms and SwiGLU are not fused. Measured there: within 1 %.
+    and its result; experts hold two buffers for each expert of a token. On CPU there is one tensor more in each part.
     """
     hidden, heads = text.hidden_size, text.num_attention_heads
     width = getattr(text, "head_dim", None) or hidden // heads
     keys = getattr(text, "num_key_value_heads", None) or heads
-    attention = 3 * width * (heads + max(keys, tp)) // tp + (5 if on_cpu else 3) * hidden
+    attention = 3 * width * (heads + max(keys, tp)) // tp + 3 * hidden
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    feed_forward = (4 if on_cpu else 3) * inner // tp
+    feed_forward = 3 * inner // tp
     if chosen := getattr(text, "num_experts_per_tok", None):
         inner = (getattr(text, "moe_intermediate_size", None) or inner) // tp
         feed_forward = chosen * (max(inner, hidden) + max(2 * inner, hidden))
     return max(attention, feed_forward + 4 * hidden)
-
-
-def _bytes_of_logit(device: Device, itemsize: int, tp: int) -> float:
-    """Return the bytes that vLLM's sampler takes for each sequence and token of the vocabulary.
-
-    On GPUs these are the logits, and a copy in float32 if anything changes them; with several GPUs also each one's
-    part, and what they have gathered before it is put in order. On CPU there are three tensors in float32.
-    """
-    if device.is_cpu:
-        return 3 * 4
-    return 4 + itemsize * (1 if tp == 1 else 2 + 1 / tp)
 
 
 def engine_problem(

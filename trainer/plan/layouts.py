@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config import Config, validate
@@ -20,63 +20,85 @@ _LORA_RANK = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout with which a run fits."""
+    """A layout of the list, with its plan."""
 
+    name: str
     changes: Changes
+    """What it changes of the config."""
     plan: Plan
+    is_traced: bool = False
+    """False: it does not fit without any activation, or a better one fits, so its activations count as nothing."""
+
+    @property
+    def fits(self) -> bool:
+        return self.is_traced and self.plan.fits
 
 
-def best_layout(cfg: Config, cluster: Cluster) -> Layout | None:
-    """Return the layout of `layouts` with the shortest step that fits; None: none does.
+def timed_layouts(cfg: Config, cluster: Cluster) -> list[Layout]:
+    """Return the layouts of `layouts` that the model and the keys allow, the best first, each timed once.
 
-    Each is timed once. Activations, which take most of the time of a plan, are traced for the fastest ones alone, until
-    one fits. Adapters train something else, so a layout with them is the best only if no other fits.
+    Those that train all weights on the GPUs come first: adapters train something else, and states in host memory make
+    a step slow. Of each kind, the fastest comes first. Activations, which take most of the time of a plan, are traced
+    until a layout fits.
     """
     found = []
-    for changes in layouts(cfg, cluster):
+    for name, values in layouts(cfg, cluster).items():
+        changes = {key: value for key, value in values.items() if value != value_of(cfg, key)}
         try:
             changed = with_changes(cfg, changes)
             plan = make_plan(changed, cluster, traced=False)
         except UserError:  # the model or another key does not allow it
             continue
-        if plan.fits:
-            found.append((_has_adapters(changed) and not _has_adapters(cfg), plan.time.total, changes, changed))
-    for *_, changes, changed in sorted(found, key=lambda layout: layout[:2]):
-        if (plan := make_plan(changed, cluster)).fits:
-            return Layout({key: value for key, value in changes.items() if value != value_of(cfg, key)}, plan)
-    return None
+        on_host = any(role.sharding.cpu_offload for role in changed.roles)
+        has_adapters = any(role.has_adapters for role in changed.roles)
+        found.append(((not plan.fits, on_host, has_adapters, plan.time.total), Layout(name, changes, plan)))
+    ordered = [layout for _, layout in sorted(found, key=lambda pair: pair[0])]
+    for place, layout in enumerate(ordered):
+        if layout.plan.fits:
+            plan = make_plan(with_changes(cfg, layout.changes), cluster)
+            ordered[place] = replace(layout, plan=plan, is_traced=True)
+            if plan.fits:
+                break
+    return ordered
 
 
-def layouts(cfg: Config, cluster: Cluster) -> list[Changes]:
-    """Return at most 12 layouts, as changes of a config."""
+def layouts(cfg: Config, cluster: Cluster) -> dict[str, Changes]:
+    """Return at most 12 layouts by name, as changes of a config."""
     if not cfg.task.trains:
-        return [{}]
+        return {"as configured": {}}
     lean = {"trainer.max_tokens_per_micro_batch": max(1024, cfg.longest_row), **_of_models(cfg, _CHECKPOINTING, "full")}
     lora = {"trainer.policy.lora.rank": _LORA_RANK}
     on_host = _of_models(cfg, "cpu_offload", True)
     if cluster.device.is_cpu:
         one = {"trainer.num_workers": cfg.trainer.layout_size}
         one |= {"rollout.num_engines": 1} if cfg.num_engines else {}
-        return [{}, one, {**one, **lean}, {**one, **lora}, {**one, **lean, **lora}]
+        return {
+            "as configured": {},
+            "few processes": one,
+            "few processes, lean": {**one, **lean},
+            "few processes, LoRA": {**one, **lora},
+            "few processes, lean, LoRA": {**one, **lean, **lora},
+        }
     large = min(8, cluster.per_node)
-    shared = [_shared(cfg, cluster, size) for size in (1, large)]
+    small, wide = (_shared(cfg, cluster, size) for size in (1, large))
     if not cfg.num_engines or not cfg.engine.gpus:
-        shared = [{"trainer.num_workers": _multiple(cfg, cluster.gpus)}] * 2
-    split = {**shared[1], **lean, "trainer.context_parallel_size": large}
-    return [
-        {},
-        shared[0],
-        {**shared[0], **lean},
-        {**shared[1], **lean},
-        _separate(cfg, cluster, 1),
-        {**_separate(cfg, cluster, large), **lean},
-        split,
-        {**shared[1], **lean, "trainer.tensor_parallel_size": large},
-        {**shared[1], **lean, **on_host},
-        {**shared[0], **lora},
-        {**shared[1], **lean, **lora},
-        {**split, **on_host, **lora},
-    ]
+        small = wide = {"trainer.num_workers": _multiple(cfg, cluster.gpus)}
+    split = {**wide, **lean, "trainer.context_parallel_size": large}
+    engines = f"engines of {large} GPUs"
+    return {
+        "as configured": {},
+        "shared GPUs": small,
+        "shared GPUs, lean": {**small, **lean},
+        f"shared GPUs, {engines}, lean": {**wide, **lean},
+        "half for engines": _separate(cfg, cluster, 1),
+        f"half for {engines}, lean": {**_separate(cfg, cluster, large), **lean},
+        "shared GPUs, lean, context parallel": split,
+        "shared GPUs, lean, tensor parallel": {**wide, **lean, "trainer.tensor_parallel_size": large},
+        "shared GPUs, lean, states on the host": {**wide, **lean, **on_host},
+        "shared GPUs, LoRA": {**small, **lora},
+        "shared GPUs, lean, LoRA": {**wide, **lean, **lora},
+        "shared GPUs, lean, context parallel, LoRA, states on the host": {**split, **on_host, **lora},
+    }
 
 
 _CHECKPOINTING = "activation_checkpointing"
@@ -121,10 +143,6 @@ def _of_models(cfg: Config, key: str, value: Any) -> Changes:
     sections = (role.section for role in cfg.roles if role.section and not role.is_policy_base)
     keys = [f"{section}.fsdp.{key}" for section in sections]
     return {name: value for name in keys if hasattr(value_of(cfg, name.rpartition(".")[0]), key)}
-
-
-def _has_adapters(cfg: Config) -> bool:
-    return any(role.has_adapters for role in cfg.roles)
 
 
 def with_changes(cfg: Config, changes: Changes) -> Config:

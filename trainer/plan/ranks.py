@@ -121,14 +121,6 @@ class PlannedRole:
         together = min(blocks, model.blocks) if self.frees_gathered else model.blocks
         return int(self.itemsize * (model.numel(-1) + together * model.largest_block[False]))
 
-    @property
-    def held_by_gloo(self) -> int:
-        """Bytes of collectives that have ended. On CPU, a thread of gloo holds them until it is scheduled again.
-
-        How many depends on timing. None to three buffers of the unit around the blocks were seen. One is counted.
-        """
-        return self.gathered(0) if self.device == "cpu" and self.shards > 1 else 0
-
     def ahead(self) -> int:
         """Return how many blocks are gathered or kept beside the one that computes."""
         return max(1, prefetch_depth(self.device, self.shards)) if self.shards > 1 else 0
@@ -230,14 +222,12 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload) -
     scored = [role for role in roles if scored_share(cfg, role.spec, workload) > 0]
     needed = {"policy" if role.spec.is_policy_base else role.spec.name for role in scored}
     for role in scored:
-        states = {**held(needed, ()), "buffers": role.held_by_gloo}
-        phases.append(largest(f"scores of the {role.spec.name}", states, role.moments_of_scores()))
+        phases.append(largest(f"scores of the {role.spec.name}", held(needed, ()), role.moments_of_scores()))
     for role in (role for role in roles if role.spec.trained):
         name, moments = role.spec.name, role.moments_of_update(workload.may_accumulate)
         if role.is_on_host:  # the sharded gradients go to host memory as they are complete
             moments = [{**one, "gradients": max(0, one["gradients"] - role.gradients)} for one in moments]
-        states = {**held({name}, {name}), "buffers": role.held_by_gloo}
-        phases.append(largest(f"update of the {name}", states, moments))
+        phases.append(largest(f"update of the {name}", held({name}, {name}), moments))
     saved = [role.spec for role in roles if role.spec.saved]
     # What is in host memory is saved from there (see `Rank.begin_save`). The policy has just been trained.
     here = {spec.name for spec in saved if mode != "all" or spec.name == "policy" or spec.has_adapters}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -43,13 +43,15 @@ def words(changes: Changes) -> str:
     return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items())
 
 
-def as_text(cfg: Config, plan: Plan, best: Layout | None) -> str:
-    """Return the verdict, and the tables of memory, time and disk."""
+def as_text(cfg: Config, plan: Plan, layouts: Sequence[Layout]) -> str:
+    """Return the verdict, and the tables of memory, time, disk and layouts (see `timed_layouts`)."""
+    best = next((layout for layout in layouts if layout.fits), None)
     console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False)
     console.print(verdict(plan, best), soft_wrap=True)
     for problem in plan.problems[1:]:
         console.print(f"Also: {problem}.", soft_wrap=True)
     console.print("", _memory(plan), _table("Time of a step", _times(plan)), _table("Sizes", _sizes(plan)))
+    console.print(_table("Layouts: the time of a step, and whether it fits", _rows_of(layouts)))
     for note in notes(cfg, plan):
         console.print(f"Note: {note}", soft_wrap=True)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
@@ -108,6 +110,9 @@ def _times(plan: Plan) -> Iterable[tuple[str, str]]:
         yield name, f"{_duration(seconds)}, {seconds / plan.time.total:.0%}"
     yield "a step", f"{_duration(plan.time.total)}{', engines work ahead' if plan.time.overlaps else ''}"
     yield "tokens", f"{plan.time.tokens:,} a step, {plan.time.tokens_per_s:,.0f} a second"
+    work, keys = plan.workload, "plan.prompt_tokens, plan.response_tokens"
+    means = f"{work.prompt:,} tokens of a prompt and {work.response:,} of a response on average ({keys})"
+    yield "lengths assumed", f"{means}, {work.longest:,} of both at most"
     yield "all steps", f"{plan.time.steps:,} steps, {plan.hours:.1f} hours"
 
 
@@ -124,7 +129,13 @@ def _sizes(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "disk", f"{_gb(disk.total)} GB for what is kept: {disk.kept} checkpoints (trainer.max_ckpts_to_keep), exports"
 
 
-def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+def _rows_of(layouts: Iterable[Layout]) -> Iterable[tuple[str, str, str]]:
+    for layout in layouts:
+        state = "fits" if layout.fits else layout.plan.problems[0] if layout.plan.problems else "not checked"
+        yield layout.name, _duration(layout.plan.time.total), state
+
+
+def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, title=title, title_justify="left", show_header=False, padding=(0, 2, 0, 1))
     for row in rows:
         table.add_row(*row)
@@ -136,6 +147,6 @@ def _gb(size: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 120:
+    if seconds < 600:
         return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
 
 from trainer.config import compose, policy_role
 from trainer.errors import UserError
@@ -13,7 +12,7 @@ from trainer.generation.transformers_engine import TransformersEngine
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.axes import AXES
 from trainer.plan.activations import TensorMemory
-from trainer.plan.engines import engine_problem, numbers_of_layer, plan_engine
+from trainer.plan.engines import engine_problem, plan_engine
 from trainer.plan.hardware import CONTEXT_BYTES, DEVICES, prefill_tokens
 from trainer.plan.model_shape import shape_of
 from trainer.plan.workload import workload_of
@@ -53,16 +52,7 @@ def test_a_prefill_takes_what_vllm_profiles(cfg, node):
         assert engine.workspace - engine.graphs == 2 * 16384 * numbers
 
 
-@pytest.mark.parametrize(
-    ("inner", "heads", "measured"), [(3072, 6, 13831), (1152, 6, 6148), (384, 6, 3458), (384, 12, 4611)]
-)
-def test_a_prefill_of_vllm_on_cpu_takes_what_was_measured(inner, heads, measured):
-    """Numbers for each of 2,000 tokens of a prompt, as `TensorMemory` has counted them in vLLM 0.32."""
-    sizes = {"hidden_size": 384, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": 2}
-    assert numbers_of_layer(Qwen3Config(**sizes, head_dim=64), 1, on_cpu=True) == pytest.approx(measured, rel=0.01)
-
-
-@pytest.mark.parametrize(("tp", "bytes_of_logit"), [(1, 2 + 4), (2, 2 * 2.5 + 4)])
+@pytest.mark.parametrize(("tp", "bytes_of_logit"), [(1, 2 + 4), (2, 2 * 3 + 4)])
 def test_the_logits_of_many_sequences_take_more_than_a_short_prefill(cfg, node, tp, bytes_of_logit):
     cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines = tp, 8 // tp
     cfg.rollout.max_num_seqs, cfg.rollout.engine_args = 1024, {"max_num_batched_tokens": 2048}

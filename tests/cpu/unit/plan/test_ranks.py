@@ -250,15 +250,6 @@ def test_a_policy_that_scores_nothing_has_no_such_phase(old_logprobs, steps, sco
     assert ("scores of the policy" in names) == scores
 
 
-@pytest.mark.parametrize(("device", "shards", "held"), [("cpu", 2, True), ("cpu", 1, False), ("cuda", 2, False)])
-def test_gloo_holds_a_collective_that_has_ended(device, shards, held):
-    planned, workload = plan_of(config(), device, dp_shard=shards)
-    phases = rank_phases(config(), planned, workload)
-    update = next(phase for phase in phases if phase.name == "update of the policy")
-    around_blocks = planned[0].itemsize * planned[0].model.numel(-1)
-    assert update.sizes["buffers"] == held * around_blocks
-
-
 def test_offload_leaves_room_while_engines_generate():
     cfg = config()
     planned, workload = plan_of(cfg)

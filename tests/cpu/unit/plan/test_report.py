@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -24,13 +25,18 @@ PAGE = (ROOT / "docs/scale.md").read_text()
 
 def test_the_verdict_comes_first(cfg, node):
     plan = make_plan(cfg, node)
-    sentence = verdict(plan, Layout({}, plan))
+    layout = Layout("as configured", {}, plan, True)
+    sentence = verdict(plan, layout)
     assert sentence.startswith("It fits 8 H100, takes 8 of 8 GPUs: ") and sentence.endswith(" hours.")
-    text = as_text(cfg, plan, None)
+    slow = dataclasses.replace(plan, time=dataclasses.replace(plan.time, phases={"update": 150.0}))
+    text = as_text(cfg, plan, [layout, Layout("shared", {}, slow)])
     assert text.splitlines()[0] == sentence
     for part in ("rank and engine", "(x8)", "update of the policy", "KV cache", "a checkpoint", "disk"):
         assert part in text
     assert "come from data sheets" in text
+    words = " ".join(text.split())
+    assert f"as configured {plan.time.total:.3g} s fits shared 150 s not checked" in words
+    assert "256 tokens of a prompt and 256 of a response on average (plan.prompt_tokens, plan.resp" in words
     assert max(map(len, text.partition("Time of")[0].splitlines())) <= 160
 
 
@@ -38,7 +44,7 @@ def test_the_best_layout_is_named_if_the_run_does_not_fit_or_it_is_faster(cfg, n
     fits = make_plan(cfg, node, traced=False)
     cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
     plan = make_plan(cfg, node, traced=False)
-    best = Layout({"trainer.offload": "all"}, fits)
+    best = Layout("shared", {"trainer.offload": "all"}, fits, True)
     assert "; it fits with trainer.offload=all: " in verdict(plan, best)
     assert verdict(plan, None).endswith("; none of the layouts that plan tries makes it fit.")
     cfg.model.path = "Qwen/Qwen3-8B"
