@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, policy_role
-from trainer.metrics.throughput import peak_flops
+from trainer.metrics.timing import peak_flops
 from trainer.models.attention import quadratic_cost, uses_varlen
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group

@@ -30,9 +30,9 @@ from statistics import median, quantiles
 
 import psutil
 
+from tests.support.timelines import read_spans
 from trainer.config import TASKS, Config
 from trainer.episodes import Episode
-from trainer.metrics.trace_file import read_spans
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.process.tracing import TRACER, WANTED, answer_call
 from trainer.sources.sampling import SamplingSource

@@ -282,7 +282,7 @@ SLIPS = {
         "unit/metrics/test_estimates.py",
     ),
     "divergence": Slip(
-        "metrics/health.py",
+        "metrics/advice.py",
         "if len(above) >= PATIENCE:",
         "if len(above) > PATIENCE:",
         "unit/metrics/test_health.py",

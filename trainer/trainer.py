@@ -26,8 +26,8 @@ from trainer.files.redaction import redact
 from trainer.journal.history import first_history, history_at
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
+from trainer.metrics.advice import MetricChecks
 from trainer.metrics.best import better, score_of
-from trainer.metrics.health import MetricChecks
 from trainer.metrics.progress import Progress
 from trainer.metrics.prometheus import MetricsServer
 from trainer.metrics.timing import Timer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.metrics.trace_file import TRACE_FILE, read_spans
+from trainer.files.documents import is_number, parse_object
+from trainer.metrics.trace_file import TRACE_FILE
 from trainer.process.tracing import DRIVER, MAIN, Span
 
 MICROSECOND = 2e-6  # spans are rounded to it
@@ -19,6 +21,32 @@ def spans_of(run: Path) -> list[Span]:
     events = json.loads((run / TRACE_FILE).read_bytes().rstrip(b",\n") + b"]")
     assert all(event["ph"] in "MXi" for event in events)
     return read_spans(str(run))
+
+
+def read_spans(run_dir: str) -> list[Span]:
+    """Return the spans of a run in file order, in seconds since 1970. Lines that cannot be read are left out."""
+    path, lines = os.path.join(run_dir, TRACE_FILE), []
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            lines = file.readlines()
+    names: dict[tuple[object, object], str] = {}
+    spans = []
+    for line in lines:
+        try:
+            event = parse_object(line.rstrip(b",\n"))
+        except ValueError:
+            continue
+        process, row = (event.get("pid"), None), (event.get("pid"), event.get("tid"))
+        match event:
+            case {"name": "process_name", "args": {"name": str(name)}}:
+                names[process] = name
+            case {"name": "thread_name", "args": {"name": str(name)}}:
+                names[row] = name
+            case {"ph": "X", "name": str(name), "ts": ts, "dur": dur} if is_number(ts) and is_number(dur):
+                details = event["args"] if isinstance(event.get("args"), dict) else {}
+                start, end = float(ts) / 1e6, float(ts + dur) / 1e6  # type: ignore[arg-type]
+                spans.append(Span(names.get(process, ""), names.get(row, ""), name, start, end, details))  # type: ignore
+    return spans
 
 
 def assert_nested(spans: Iterable[Span]) -> None:

@@ -17,8 +17,7 @@ from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.learner.train_workers import StoredBatch, TrainWorkers
-from trainer.metrics.throughput import model_flops
-from trainer.metrics.timing import Timer
+from trainer.metrics.timing import Timer, model_flops
 from trainer.objectives.base import GROUP, Experience, make_objective
 from trainer.objectives.batches import batch_of, build_batch
 from trainer.parallel.batching import Batch, select

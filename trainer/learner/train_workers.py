@@ -15,7 +15,7 @@ from trainer.algorithms import Totals
 from trainer.cluster.resources import rank_environment
 from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
 from trainer.config import Config
-from trainer.metrics.throughput import peak_flops
+from trainer.metrics.timing import peak_flops
 from trainer.models.files import resolve_model_path
 from trainer.parallel.axes import axis_sizes
 from trainer.parallel.batching import Batch

@@ -20,7 +20,6 @@ from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.files.appended import cut_torn_line
 from trainer.files.atomic_io import naming
-from trainer.files.documents import is_number, parse_object
 from trainer.process.signals import SIGNALS
 from trainer.process.tracing import DRIVER, MAIN, TRACER, Span
 
@@ -160,32 +159,6 @@ class TraceFile:
 
     def _microseconds(self, seconds: float) -> int:
         return int(1e6 * (seconds + self._epoch))
-
-
-def read_spans(run_dir: str) -> list[Span]:
-    """Return the spans of a run in file order, in seconds since 1970. Lines that cannot be read are left out."""
-    path, lines = os.path.join(run_dir, TRACE_FILE), []
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            lines = file.readlines()
-    names: dict[tuple[object, object], str] = {}
-    spans = []
-    for line in lines:
-        try:
-            event = parse_object(line.rstrip(b",\n"))
-        except ValueError:
-            continue
-        process, row = (event.get("pid"), None), (event.get("pid"), event.get("tid"))
-        match event:
-            case {"name": "process_name", "args": {"name": str(name)}}:
-                names[process] = name
-            case {"name": "thread_name", "args": {"name": str(name)}}:
-                names[row] = name
-            case {"ph": "X", "name": str(name), "ts": ts, "dur": dur} if is_number(ts) and is_number(dur):
-                details = event["args"] if isinstance(event.get("args"), dict) else {}
-                start, end = float(ts) / 1e6, float(ts + dur) / 1e6  # type: ignore[arg-type]
-                spans.append(Span(names.get(process, ""), names.get(row, ""), name, start, end, details))  # type: ignore
-    return spans
 
 
 def _number(*names: str) -> int:

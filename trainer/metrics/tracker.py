@@ -14,7 +14,6 @@ import numbers
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -24,7 +23,7 @@ from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import open_regular, write_file
 from trainer.files.documents import is_count, is_number, parse_object
 from trainer.files.hf_hub import first_line
-from trainer.metrics.sinks import OwnSink, Samples, Sink, TensorBoard, WandB
+from trainer.metrics.sinks import SERVICES, OwnSink, Samples, Sink, TensorBoard
 
 LOG = logging.getLogger(__name__)
 
@@ -74,27 +73,17 @@ class Tracker:
         self._open_sinks(run_dir, logger, config)
 
     def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> None:
-        services: dict[str, Callable[[str | None], Any]] = {}
-        if "wandb" in logger.services:
-            services["wandb_run_id"] = partial(WandB, run_dir, logger, config)
-        if "mlflow" in logger.services:
-            from trainer.metrics.mlflow import MLflow
-
-            services["mlflow_run_id"] = partial(MLflow, run_dir, logger, config)
-        if "trackio" in logger.services:
-            from trainer.metrics.trackio import Trackio
-
-            services["trackio_run_id"] = partial(Trackio, logger, config)
         if "tensorboard" in logger.services:
             self._sinks.append(TensorBoard(run_dir))
         for sink in logger.sinks:
             with self._left_out_if_it_fails():
                 self._sinks.append(OwnSink(run_dir, sink, config))
-        for name, open_service in services.items():
-            with self._left_out_if_it_fails():
-                service = open_service(self._run_ids.get(name))
-                self._run_ids[name] = service.run_id
-                self._sinks.append(service)
+        for name, service in SERVICES.items():
+            if name in logger.services:
+                with self._left_out_if_it_fails():
+                    opened = service(run_dir, logger, config, self._run_ids.get(f"{name}_run_id"))
+                    self._run_ids[f"{name}_run_id"] = opened.run_id
+                    self._sinks.append(opened)
 
     @contextlib.contextmanager
     def _left_out_if_it_fails(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The hardware that a plan computes with: constants of GPUs with their sources, and measured ones of this machine.
 
 Speeds are those of data sheets: dense FLOP/s without sparsity, bytes per second in one direction. What passes reach of
-them is `Device.reached`. The peaks of GPUs in bfloat16 are in `trainer.metrics.throughput`, because runs count their
+them is `Device.reached`. The peaks of GPUs in bfloat16 are in `trainer.metrics.timing`, because runs count their
 use of a GPU with them, too.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.files.shared_memory import free_space
-from trainer.metrics.throughput import peak_flops
+from trainer.metrics.timing import peak_flops
 from trainer.process.machine_limits import usable_cores, usable_memory
 
 GB, GIB = 10**9, 2**30

@@ -10,7 +10,7 @@ from functools import partial
 
 from trainer.config import TrainerConfig
 from trainer.errors import DivergedError, NonFiniteError, NonRetryableError, WorkerError, describe_with_place
-from trainer.metrics.health import Divergence
+from trainer.metrics.advice import Divergence
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, Decision, Restarts, classify, decide, describe
 from trainer.process.signals import SIGNALS, Stopped

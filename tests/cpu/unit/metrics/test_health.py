@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.config import Config, TrainerConfig
-from trainer.metrics.health import DivergenceCheck, MetricChecks
+from trainer.metrics.advice import DivergenceCheck, MetricChecks
 
 
 def checks(history: list[dict] | None = None) -> MetricChecks:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.metrics import run_python
-from trainer.metrics.mlflow import legal_name
+from trainer.metrics.sinks import mlflow_name
 
 RUN = """
 import contextlib, json, os, signal, sqlite3, sys, time
@@ -73,15 +73,15 @@ def logged(run_dir: Path, count: int) -> dict[str, list]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == count
     return {
-        legal_name(name): [[row["step"], row[name]] for row in rows]
+        mlflow_name(name): [[row["step"], row[name]] for row in rows]
         for name in ("reward/mean", "val/pass@4", "time/step")
     }
 
 
 def test_names_have_the_characters_that_mlflow_takes():
     names = {"policy/kl": "policy/kl", "val/pass@4": "val/pass_4", "reward/é:b/mean": "reward/__b/mean"}
-    assert {metric: legal_name(metric) for metric in names} == names
-    assert legal_name("a" * 300) == "a" * 250
+    assert {metric: mlflow_name(metric) for metric in names} == names
+    assert mlflow_name("a" * 300) == "a" * 250
 
 
 @pytest.mark.release

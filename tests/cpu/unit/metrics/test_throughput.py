@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.metrics.throughput import model_flops, peak_flops
+from trainer.metrics.timing import model_flops, peak_flops
 
 
 def test_known_gpus_have_a_peak_and_others_none():

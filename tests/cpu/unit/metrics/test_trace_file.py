@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.timelines import assert_nested, spans_of
+from tests.support.timelines import assert_nested, read_spans, spans_of
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
-from trainer.metrics.trace_file import TRACE_FILE, Timeline, TraceFile, read_spans
+from trainer.metrics.trace_file import TRACE_FILE, Timeline, TraceFile
 from trainer.process.tracing import DRIVER, MAIN, OVERLAPPING, TRACER, Span
 
 PLENTY = 1 << 30

@@ -10,7 +10,7 @@ import pytest
 from tests.support.metrics import run_python
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
-from trainer.metrics.trackio import Trackio
+from trainer.metrics.sinks import Trackio
 
 RUN = """
 import json, os, signal, sys
@@ -84,7 +84,7 @@ def test_a_database_elsewhere_is_refused(monkeypatch):
         with monkeypatch.context() as context:
             context.setenv(name, "http://127.0.0.1:1")
             with pytest.raises(UserError, match=f"^{name} is set: .* or leave trackio out of logger.services$"):
-                Trackio(LoggerConfig(), {}, None)
+                Trackio("", LoggerConfig(), {}, None)
 
 
 def test_a_database_that_is_damaged_later_costs_the_run_nothing(tmp_path, environment):

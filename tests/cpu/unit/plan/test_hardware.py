@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.metrics.throughput import peak_flops
+from trainer.metrics.timing import peak_flops
 from trainer.plan.hardware import DEVICES, parse_cluster, this_machine
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.runs import configured
 from trainer.errors import FailureSource, NonFiniteError, NonRetryableError, WorkerError, set_failure_source
-from trainer.metrics.health import Divergence
+from trainer.metrics.advice import Divergence
 from trainer.process.failures import INCIDENTS, read_incidents
 from trainer.run.recovery import Recovery
 from trainer.run.state import StopRequest
