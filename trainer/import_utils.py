@@ -40,7 +40,8 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
         instead = f"choose one of {', '.join(known)}, or" if known else "must be"
         module_name, _, function_name = path.rpartition(".")
         if module_name and function_name:
-            raise UserError(f"{key}={path}: an import path has a colon before the function; write {with_colon(path)}")
+            meant = f"{module_name}:{function_name}"
+            raise UserError(f"{key}={path}: an import path has a colon before the function; write {meant}")
         raise UserError(f"{key}={path}: {instead} an import path package.module:function")
     if module_name.endswith(".py") or "/" in module_name:
         name = os.path.normpath(module_name.removesuffix(".py")).replace("/", ".").lstrip(".")
@@ -124,11 +125,6 @@ def digest_code(path: str) -> str:
 def is_import_path(name: str) -> bool:
     """Return whether `name` is an import path, and not a built-in name."""
     return ":" in name
-
-
-def with_colon(path: str) -> str:
-    """Return `package.module.function` as `package.module:function`, and any other text unchanged."""
-    return path if is_import_path(path) else ":".join(path.rsplit(".", 1))
 
 
 @contextmanager

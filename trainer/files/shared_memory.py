@@ -90,14 +90,14 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
     """Check that the policy's weights, `needed` bytes, fit below `base`.
 
     Args:
-        reserved: size of Ray's object store in bytes (see `object_store_share`). Ray allocates the memory when objects
-            arrive. If none is left then, the kernel kills the process.
+        reserved: size of Ray's object store in bytes. Ray puts it there if that much is free, else in its temporary
+            directory. It allocates the memory when objects arrive: if none is left then, the kernel kills the process.
 
     Raises:
         UserError: the weights do not fit.
     """
     free = free_space(base)
-    for_ray = object_store_share(reserved, free)
+    for_ray = reserved if free >= reserved else 0
     if needed + for_ray > free:
         size_gib = -(-(needed + reserved) // 2**30)  # rounded up
         besides = f" in addition to {for_ray / 1e6:.1f} MB for Ray's objects" if for_ray else ""
@@ -116,14 +116,6 @@ def free_space(base: str = SHARED_MEMORY) -> int:
     _check_base(base)
     space = os.statvfs(base)
     return space.f_bavail * space.f_frsize
-
-
-def object_store_share(reserved: int, free: int) -> int:
-    """Return how many bytes of shared memory Ray's object store of `reserved` bytes takes.
-
-    Ray puts the store there if that much is free, otherwise in its temporary directory.
-    """
-    return reserved if free >= reserved else 0
 
 
 def choose_directory(size: int) -> str:
