@@ -137,7 +137,7 @@ MOST_LINES = {
     "checkpoint": (4000, 3200),
     "cluster": (2450, 2200),
     "data": (2550, 1900),
-    "metrics reports": (3450, 3200),
+    "metrics reports": (3400, 3200),
     "config": (3900, 3200),
     "plan": (2350, 1650),
     "view": (900, 900),
