@@ -221,16 +221,6 @@ def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(printed):
     assert "has capacity for 0 ranks" in refused
 
 
-def test_modules_of_the_working_directory_hide_no_others_in_a_worker(ray_cluster, job_directory, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(job_directory)])  # as the command does
-    group = ray_cluster.launch_ranks("rank", Host, {}, 1)
-    try:
-        (path,) = group.call("import_path")
-    finally:
-        ray_cluster.release(group)
-    assert path[-1] == str(job_directory) and path.count(path[-1]) == 1
-
-
 def test_each_of_several_nodes_is_excluded(ray_cluster):
     group = create_placement_group([{"CPU": 1}], exclude_nodes(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not group.wait(2)
@@ -245,6 +235,16 @@ def test_placement_groups_that_are_removed_early_free_their_resources(ray_cluste
         time.sleep(i % 8 / 1000)
         remove([group])
     wait_until(lambda: ray.available_resources().get("CPU") == before)
+
+
+def test_modules_of_the_working_directory_hide_no_others_in_a_worker(ray_cluster, job_directory, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(job_directory)])  # as the command does
+    group = ray_cluster.launch_ranks("rank", Host, {}, 1)
+    try:
+        (path,) = group.call("import_path")
+    finally:
+        ray_cluster.release(group)
+    assert path[-1] == str(job_directory) and path.count(path[-1]) == 1
 
 
 LOSES_THE_GCS = """
