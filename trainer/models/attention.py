@@ -12,6 +12,7 @@ one operator that `torch.compile` does not trace: a graph of its content would h
 from __future__ import annotations
 
 import functools
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,13 +20,26 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
+from trainer.models.masks import visible_tokens
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Bucket, Packing, index_select
+from trainer.parallel.shard import transformer_blocks
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:  # before torch 2.10
+    _VARLEN_PARAMETERS = frozenset()
+
+_VARLEN = {"scale", "window_size"} <= _VARLEN_PARAMETERS
+_NEEDS_GQA_FLAG = "enable_gqa" in _VARLEN_PARAMETERS
+"""Whether the kernel rejects fewer key heads than query heads without the flag, as torch 2.12 and later do. Earlier
+versions pass both numbers of heads to the same kernel without a check."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -52,26 +66,28 @@ def set_attention(lm: PreTrainedModel, implementation: str = "sdpa", pack: bool 
     """Decide whether rows of `lm` have several sequences (see `can_pack`), and make it use `packed_attention` then.
 
     Recurrent layers carry a state from one sequence to the next. Models that do not use transformers' table of
-    attention functions ignore the boundaries. Not all classes build masks that keep sequences apart. Such models, and
-    all with the attention `eager`, get one sequence at a time.
+    attention functions ignore the boundaries. A class may have other masks than `packed_attention`, or build them
+    without the positions by which transformers separates sequences. Such models get one sequence at a time.
 
     Args:
         implementation: `model.attn_implementation`. All but `sdpa` keep the attention that the model was built with.
         pack: `trainer.pack`.
     """
-    text = lm.config.get_text_config()
-    types = dict(enumerate(getattr(text, "layer_types", None) or ()))
-    packs = (
-        pack and lm._supports_attention_backend and not is_stateful(lm) and PACKABLE_LAYERS.issuperset(types.values())
-    )
-    packs = packs and implementation != "eager" and getattr(text, "is_causal", True)
+    layers = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
+    packs = pack and lm._supports_attention_backend and not is_stateful(lm) and not layers
+    visible = visible_tokens(lm) if packs else None
+    if implementation == "sdpa":
+        packs = packs and all(one.is_causal for one in visible or ())
+    elif not implementation.startswith("flash_attention"):  # which gets the boundaries themselves
+        packs = packs and visible is not None and all(one.separates for one in visible)
     if packs and implementation == "sdpa":
         lm.set_attn_implementation(PACKED)
+        for block, of_block in zip(transformer_blocks(lm), visible or (), strict=False):
+            for module in block.modules():
+                module.visible_window = of_block.window
     for module in lm.modules():
         if isinstance(module, PreTrainedModel):
             module.packs_rows = packs
-        if types.get(getattr(module, "layer_idx", None)) == "sliding_attention":
-            module.layer_window = text.sliding_window
 
 
 def can_pack(module: nn.Module) -> bool:
@@ -120,9 +136,11 @@ def packing_arguments(config: Any, packing: Packing) -> dict[str, Any]:
     assert not packing.has_prefixes, "only PACKED attention supports shared prefixes"
     if len(packing.lengths) == 1:
         return {}
-    boundaries = {"cu_seq_lens_q": packing.cu_seqlens, "cu_seq_lens_k": packing.cu_seqlens}
-    longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
-    return {"position_ids": packing.position_ids, **boundaries, **longest}  # of flash attention
+    if implementation.startswith("flash_attention"):
+        boundaries = {"cu_seq_lens_q": packing.cu_seqlens, "cu_seq_lens_k": packing.cu_seqlens}
+        longest = {"max_length_q": packing.longest, "max_length_k": packing.longest}
+        return {"position_ids": packing.position_ids, **boundaries, **longest}
+    return {"position_ids": packing.position_ids}  # transformers builds a dense mask from the positions
 
 
 def packed_attention(
@@ -149,8 +167,8 @@ def packed_attention(
         key, value: `(1, Hkv, N, D)`; H is a multiple of Hkv.
         packing: the sequences of the row.
         scaling: factor of the scores. None: 1 / sqrt(D).
-        sliding_window: number of tokens that a token attends to, itself included. None: that of the layer in the
-            config, because some classes have the window in the mask alone.
+        sliding_window: number of tokens that a token attends to, itself included. The model's own mask, if it has told
+            it (`set_attention`), replaces it: some classes have a window in the mask alone.
         softcap: scores become softcap tanh(scores / softcap).
         s_aux: `(H,)`, the score of a token without a value that each token attends to (an attention sink).
         others: what transformers' classes also pass.
@@ -171,7 +189,7 @@ def packed_attention(
     if s_aux is not None and softcap is not None:
         others["softcap"] = softcap
     _refuse_unknown(module, others)
-    window = getattr(module, "layer_window", None) if sliding_window is None else sliding_window
+    window = getattr(module, "visible_window", sliding_window)
     if s_aux is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query, key = with_sink_scores(query, key, s_aux / scaling)
@@ -233,7 +251,7 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
 def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
     """Return whether torch's variable-length kernel computes the attention of heads of `width` dimensions."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
+    return _VARLEN and device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
 
 
 def attend_varlen(
@@ -247,6 +265,7 @@ def attend_varlen(
         cu_seqlens_k = packing.cu_seqlens_k
     longest = packing.longest
     window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _NEEDS_GQA_FLAG else {}
     out = varlen_attn(  # the last query of a sequence is at the position of its last key
         rows.contiguous(),
         keys.contiguous(),
@@ -257,7 +276,7 @@ def attend_varlen(
         longest,
         scale=scaling,
         window_size=window_size,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[None]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, RecurrentGemmaConfig
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, OPTConfig, RecurrentGemmaConfig
 
 from tests.support.architectures import ALL, ARCHITECTURES, VOCABULARY, WINDOW, random_model
 from tests.support.tables import table
@@ -138,8 +138,13 @@ def test_recomputed_activations_use_the_boundaries_of_their_micro_batch(name):
         assert torch.equal(gradient, gradients(recomputing)[name]), name
 
 
-def test_a_sequence_does_not_attend_to_its_neighbours():
-    model = packable("gemma2")
+@table("implementation", ["packed", "eager"])
+def test_a_sequence_does_not_attend_to_its_neighbours(implementation):
+    if implementation == "packed":
+        model = packable("gemma2")
+    else:
+        model = random_model(ARCHITECTURES["gemma2"], "eager")
+        set_head(model)
     ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
     before = token_logprobs(model, ids, packing)
     start = LENGTHS[0]
@@ -192,11 +197,19 @@ def test_other_models_get_one_sequence_at_a_time(name):
     assert packing_arguments(model.config, Packing([4], "cpu")) == {}
 
 
-def test_eager_rows_have_one_sequence():
+@table("name, packs", [("sinks", False), ("a window in the mask alone", True), ("gemma3", True), ("opt", False)])
+def test_eager_rows_are_packed_if_the_masks_of_the_class_keep_sequences_apart(name, packs):
     """Some classes build their masks without the positions, by which transformers separates sequences."""
-    model = random_model(ALL["gemma3"], "eager")
+    opt = OPTConfig(vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
+    model = random_model(opt if name == "opt" else ALL[name], "eager")
     set_attention(model, "eager")
-    assert not can_pack(model) and model.config._attn_implementation == "eager"
+    set_head(model)
+    assert can_pack(model) == packs and model.config._attn_implementation == "eager"
+    ids, packing = packed_ids(), Packing(LENGTHS, "cpu")
+    changed = ids.clone()
+    changed[0, : LENGTHS[0]] += 1
+    others = [token_logprobs(model.eval(), row, packing)[1:] for row in (ids, changed)]
+    assert torch.equal(*others) == packs, "the masks are as the model tells"
 
 
 def test_without_packing_a_model_keeps_its_own_attention():
@@ -229,6 +242,13 @@ def test_an_argument_that_packed_attention_does_not_know_is_refused(argument):
     assert torch.equal(found, expected)
     with pytest.raises(UserError, match=f"SimpleNamespace passes {name} to its attention, .*; set trainer.pack=false"):
         packed_attention(SimpleNamespace(), heads, heads, heads, **arguments | argument)
+
+
+@table("name", ["sinks", "gemma3"])
+def test_the_window_of_a_block_is_that_of_its_mask(name):
+    model = packable(name)
+    windows = [{module.visible_window for module in block.modules()} for block in model.model.layers]
+    assert windows == [{WINDOW}, {None}]
 
 
 def test_a_model_that_ignores_the_packing_is_refused():
