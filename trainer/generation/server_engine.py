@@ -29,8 +29,8 @@ from trainer.process.log_setup import show
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import Broadcast, SharedMemory
 
-_LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": is_number}
-_LARGEST_ERROR = 1 << 16
+_LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": lambda value: is_number(value) and value > 0}
+_LARGEST_ANSWER = 1 << 20  # bytes of an answer that is no stream of completions
 _ATTEMPTS = 3
 """Attempts of a request that cannot reach the server, before the server counts as lost."""
 _PIECE = 1 << 20
@@ -73,8 +73,7 @@ class ServerEngine:
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
-        needs = {"tokens": tokens, "repeats": repeats}
-        self._claim = {"job": asdict(self._job), "needs": needs}
+        self._claim = {"job": asdict(self._job), "needs": {"tokens": tokens, "repeats": repeats}}
         self._lease = self._wait_for_lease(time_limits.SERVER_ABSENCE_S)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()
@@ -98,8 +97,7 @@ class ServerEngine:
                     waited = f"{error.message}; waited for {timeout_s:g} s"
                     raise WorkerError(waited, RESTART_HINT, "server_absent") from error
                 if now > warned:
-                    limit = f"up to {timeout_s:g} s"
-                    show(f"WARNING: {error.message}; waiting for it, {limit}", error=True)
+                    show(f"WARNING: {error.message}; waiting for it, up to {timeout_s:g} s", error=True)
                     warned = deadline
             time.sleep(time_limits.SERVER_RETRY_S)
 
@@ -266,8 +264,9 @@ class ServerEngine:
 
         for name, size in sizes.items():
             headers = {**self._headers, "Content-Length": str(size), protocol.BYTES: str(sum(sizes.values()))}
-            with self._answers():
-                self._checked(self._client.put(f"{protocol.UPLOAD}/{name}", content=pieces(name), headers=headers))
+            path = f"{protocol.UPLOAD}/{name}"
+            with self._answers(), self._client.stream("PUT", path, content=pieces(name), headers=headers) as response:
+                _read(self._checked(response))
         return sizes
 
     def set_version(self, version: int) -> None:
@@ -310,9 +309,8 @@ class ServerEngine:
     ) -> dict[str, Any]:
         for attempt in range(_ATTEMPTS):
             try:
-                with self._answers():
-                    response = self._checked(self._client.post(path, json=message, headers=headers))
-                    return parse_object(response.content, shape)
+                with self._answers(), self._client.stream("POST", path, json=message, headers=headers) as response:
+                    return parse_object(_read(self._checked(response)), shape)
             except WorkerError as error:
                 cause = error.__cause__
                 passes = isinstance(cause, httpx.TransportError) and not isinstance(cause, httpx.ReadTimeout)
@@ -324,8 +322,6 @@ class ServerEngine:
     def _stream(self, path: str, body: bytes) -> Iterator[str]:
         """Post `body`, and yield an empty line once the server has it, then the lines of the answer."""
         with self._answers(), self._client.stream("POST", path, content=body, headers=self._headers) as response:
-            if response.status_code != 200:
-                response.read()
             self._checked(response)
             yield ""
             yield from response.iter_lines()
@@ -351,11 +347,10 @@ class ServerEngine:
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 200:
             return response
-        try:
-            answer = json.loads(response.content[:_LARGEST_ERROR])
-        except ValueError:
-            answer = None
-        if isinstance(answer, dict) and "kind" in answer:
+        answer: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            answer = parse_object(_read(response))
+        if "kind" in answer:
             raise self._error_of(answer)
         if response.status_code in (401, 403):
             raise UserError(
@@ -397,6 +392,15 @@ def leave_servers(urls: Sequence[str], job: Job) -> None:
                 timeout=time_limits.SERVER_RETRY_S,
                 trust_env=False,
             )
+
+
+def _read(response: httpx.Response) -> bytes:
+    """Return the body of a short answer. Raises ValueError if it is longer: a foreign server may send without end."""
+    body = b""
+    for piece in response.iter_bytes():
+        if len(body := body + piece) > _LARGEST_ANSWER:
+            raise ValueError("the answer is too long")
+    return body
 
 
 def _authorization() -> dict[str, str]:

@@ -313,7 +313,9 @@ def test_a_server_that_is_absent_or_another_program_is_named(monkeypatch):
     assert raised.value.cause == "server_absent"
     token = ["AQAAAA==", "", "stop", [1, 1], []]  # a token without its log-prob
     lease = b'{"start": "1", "lease_s": 60}'
+    long = lease.replace(b"}", b', "more": "' + b"x" * (1 << 20) + b'"}')
     for path, answer in (
+        *((protocol.LEASE, answer) for answer in (long, lease.replace(b"60", b"-60"), b"[" * 200_000)),
         *((protocol.LEASE, answer) for answer in (b"[]", b"{}", b"null", b'{"start": 1, "lease_s": 9}')),
         *((protocol.WEIGHTS, answer) for answer in (b"5", b"<html>")),
         *((protocol.GENERATE, answer) for answer in (b"<html>", b"null", b"[[0, 1]]", b"[0]", b"\xff")),
