@@ -133,7 +133,7 @@ MOST_LINES = {
     "rewards": (1100, 900),
     "sandbox": (1400, 1200),
     "objectives algorithms learner workers parallel": (5650, 5400),
-    "models": (4600, 3400),
+    "models": (4750, 3400),
     "checkpoint": (4000, 3200),
     "cluster": (2450, 2200),
     "data": (2550, 1900),
