@@ -274,6 +274,11 @@ class SamplingSource:
         metrics = failure_metrics(self.cfg, [episode for group in groups for episode in group.episodes])
         if a.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(chosen))}
+            lacking = int((~have_different_rewards(rewards[chosen])).sum())
+            if lacking:
+                LOG.warning(
+                    "step %d: %d of %d prompts teach nothing, after %d batches", step.step, lacking, wanted, batch
+                )
         return [groups[i] for i in chosen], groups[:used], metrics
 
     async def _more_groups(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
