@@ -126,15 +126,15 @@ def test_config_names_no_upper_room():
 
 
 MOST_LINES = {
-    "trainer main jobs __main__ tasks": (1450, 1450),
-    "run process": (3350, 2600),
+    "trainer main jobs __main__ tasks": (1400, 1400),
+    "run process": (3400, 2600),
     "sources generation journal environments agents": (11400, 8500),
     "inference": (1150, 900),
     "rewards": (1100, 900),
     "sandbox": (1400, 1200),
     "objectives algorithms learner workers parallel": (5650, 5400),
     "models": (4750, 3400),
-    "checkpoint": (4000, 3200),
+    "checkpoint": (4050, 3200),
     "cluster": (2450, 2200),
     "data": (2550, 1900),
     "metrics reports": (3400, 3200),

@@ -13,14 +13,14 @@ import os
 import posixpath
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manifest import FOLDER, LATEST, MANIFEST, CheckpointFiles, Fields, files_at, step_in
-from trainer.checkpoint.storage import JOURNAL, LocalStorage, Storage, open_storage
+from trainer.checkpoint.storage import JOURNAL, LocalStorage, Storage, for_each, open_storage
 from trainer.files.atomic_io import drop_from_page_cache
 from trainer.files.documents import parse_object
 from trainer.process.failpoints import failpoint
@@ -107,8 +107,8 @@ class CheckpointStore:
         """Take a checkpoint out of service and keep it; returns its new name."""
         raise NotImplementedError
 
-    def archived(self, step: int) -> list[str]:
-        """Return the names of archived checkpoints of this step."""
+    def archived(self, step: int | None = None) -> list[str]:
+        """Return the names of archived checkpoints of this step (None: of any step)."""
         raise NotImplementedError
 
     def orphans(self) -> dict[str, str]:
@@ -148,6 +148,10 @@ class CheckpointStore:
     def pieces(self) -> list[str]:
         """Return the names of the pieces that are kept."""
         return [name for name in self.storage.names(_RECORD) if not name.endswith(".tmp")]
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        """Delete pieces."""
+        for_each(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names)
 
     def locations(self, step: int) -> list[str]:
         """Return where the checkpoint of a step may be, the nearest first."""
@@ -199,8 +203,9 @@ class LocalStore(CheckpointStore):
     def archive(self, step: int) -> str:
         return self._hide(step, _ARCHIVED)
 
-    def archived(self, step: int) -> list[str]:
-        return [name for name in self.storage.names() if name.startswith(f"{_ARCHIVED}{_name(step)}-")]
+    def archived(self, step: int | None = None) -> list[str]:
+        prefix = _ARCHIVED if step is None else f"{_ARCHIVED}{_name(step)}-"
+        return [name for name in self.storage.names() if name.startswith(prefix)]
 
     def orphans(self) -> dict[str, str]:
         return {
@@ -311,8 +316,9 @@ class ObjectStore(CheckpointStore):
         self.storage.delete(_manifest(step))
         return name
 
-    def archived(self, step: int) -> list[str]:
-        return [name for name in self.storage.list(_ASIDE) if name.startswith(f"{_ASIDE}/{_name(step)}-")]
+    def archived(self, step: int | None = None) -> list[str]:
+        prefix = f"{_ASIDE}/" if step is None else f"{_ASIDE}/global_step_{step}-"
+        return [name for name in self.storage.list(_ASIDE) if name.startswith(prefix)]
 
     def orphans(self) -> dict[str, str]:
         listed = self.storage.list()

@@ -16,7 +16,7 @@ import logging
 import posixpath
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
@@ -110,12 +110,13 @@ class TieredStore(CheckpointStore):
             tiers.append(self._remote)
         return tiers
 
-    def archived(self, step: int) -> list[str]:
-        """Return the names of archived checkpoints of this step in the directory.
+    def archived(self, step: int | None = None) -> list[str]:
+        """Return the names of archived checkpoints: of any step, or those of this step in the directory.
 
-        Those in the remote store are deleted when the step is uploaded again: a save asks nothing of that store.
+        Those of a step in the remote store are deleted when it is uploaded again: a save asks nothing of that store.
         """
-        return self._local.archived(step)
+        local = self._local.archived(step)
+        return local if step is not None else local + self._remote.archived()
 
     def remove(self, name: str) -> None:
         """Delete an archived checkpoint in the directory."""
@@ -137,6 +138,13 @@ class TieredStore(CheckpointStore):
         with contextlib.suppress(FileNotFoundError):
             return self._local.piece(name)
         return self._remote.piece(name)
+
+    def pieces(self) -> list[str]:
+        return sorted({*self._local.pieces(), *self._remote.pieces()})
+
+    def remove_pieces(self, names: Collection[str]) -> None:
+        self._local.remove_pieces([name for name in self._local.pieces() if name in names])
+        self._remote.remove_pieces(names)
 
 
 class UploadQueue:

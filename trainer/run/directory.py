@@ -122,6 +122,8 @@ class RunDirectory:
                     LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
                 self._restore_run_files()
+                if self.checkpoints.store.keeps_record:
+                    self.run_files.remove_unused()
                 if (uploads := self.checkpoints.store.uploads) is not None:
                     uploads.start(self.check_locks)
                 INCIDENTS.open(self.cfg.trainer.run_dir, self.check)

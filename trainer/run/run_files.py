@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manifest import (
     CARRIED,
     Checkpoint,
+    CheckpointError,
     CheckpointFiles,
     CorruptCheckpointError,
     FileEntry,
@@ -100,6 +102,34 @@ class RunFiles:
                 write_file(target, content, mode=0o600 if path in _PRIVATE else None)
         if missing:
             LOG.info("restored %d file(s) in %s from %s", len(missing), self._run_dir, checkpoint.path)
+
+    def remove_unused(self) -> None:
+        """Delete the pieces that no checkpoint names, as killed saves and deleted checkpoints leave them.
+
+        Call it before the first save of this process, which must hold the lock. While a checkpoint is archived or
+        cannot be read, nothing is deleted: it may name any piece.
+        """
+        try:
+            unused = set(self._store.pieces())
+            if not unused or self._store.archived():
+                return
+            steps = self._store.steps()
+            with ThreadPoolExecutor(_PARALLEL) as pool:
+                for chosen in (steps[-1:], steps[:-1]):  # the newest checkpoint names nearly all
+                    if unused:
+                        unused.difference_update(*pool.map(self._names_in, chosen))
+            self._store.remove_pieces(unused)
+        except (CheckpointError, OSError) as error:
+            LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
+        else:
+            if unused:
+                LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _names_in(self, step: int) -> set[str]:
+        files = _listed(manifests.read(self._store.path(step)))
+        return {piece.hash for pieces in files.values() for piece in pieces}
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
         paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))

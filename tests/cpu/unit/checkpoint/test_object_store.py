@@ -27,6 +27,8 @@ from trainer.checkpoint.manifest import CheckpointFiles, CorruptCheckpointError,
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.store import open_store
 from trainer.config import compose
+from trainer.files.atomic_io import digest_bytes
+from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -100,8 +102,22 @@ def whole(tmp_path_factory, model) -> float:
     return toy_run(toy_config(tmp_path_factory.mktemp("whole"), total_steps=5), model).learner.ranks.number
 
 
-def test_a_run_continues_on_an_empty_disk(s3_root, tmp_path, model, whole):
-    toy_run(toy_config(tmp_path / "first", ckpt_path=s3_root), model, stop_after=3)
+def test_pieces_that_no_checkpoint_names_are_deleted_and_a_run_continues_on_an_empty_disk(
+    s3_root, tmp_path, model, whole
+):
+    """A killed save leaves such pieces."""
+    cfg = toy_config(tmp_path / "first", ckpt_path=s3_root)
+    toy_run(cfg, model, stop_after=3)
+    store, orphan = open_store(s3_root), digest_bytes(b"lost")
+    named = set(store.pieces())
+    store.keep_piece(orphan, b"lost")
+    store.delete(1)
+    aside = store.archive(2)
+    with RunDirectory(cfg).open():
+        assert set(store.pieces()) == {*named, orphan}, "an archived checkpoint may name any piece"
+    store.remove(aside)
+    with RunDirectory(cfg).open():
+        assert set(store.pieces()) == named
     lines = (tmp_path / "first" / "metrics.jsonl").read_bytes()
     shutil.rmtree(tmp_path / "first")
     continued = toy_run(toy_config(tmp_path / "second", ckpt_path=s3_root), model)

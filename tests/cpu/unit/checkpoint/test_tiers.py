@@ -13,13 +13,16 @@ from tests.support.checkpoints import hidden, parts_of, save
 from tests.support.fault_proxy import CUT, ERROR, FULL, PASS
 from tests.support.namespaces import small_disk
 from tests.support.runs import OpenRun, configured
+from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 from trainer.checkpoint.uploads import TieredStore, open_tiers
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_bytes
 from trainer.process import time_limits
+from trainer.run.directory import RunDirectory
 
 
 @pytest.fixture
@@ -197,10 +200,10 @@ def test_what_was_set_aside_is_deleted_in_both_tiers_once_its_step_is_there_agai
         save(checkpoints, step)
     wait_until_above(root, [1, 2])
     checkpoints.archive(after=1)
-    assert [len(tier.archived(2)) for tier in store.tiers] == [1, 1]
+    assert len(store.archived()) == 2
     save(checkpoints, 2)
     store.uploads.finish(60)
-    assert [tier.archived(2) for tier in store.tiers] == [[], []] and open_store(root).steps() == [1, 2]
+    assert store.archived() == [] and open_store(root).steps() == [1, 2]
 
 
 def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
@@ -214,6 +217,17 @@ def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
     assert newest.path == f"{root}/global_step_1"
     checkpoints.load(newest, parts_of(state))
     assert state["bytes"] == b"good" and checkpoints.resumed_from == 1
+
+
+def test_pieces_that_no_checkpoint_names_are_deleted_in_both_tiers(root, tmp_path, model):
+    cfg = toy_config(tmp_path, ckpt_path=root, ckpt_cache_dir=str(tmp_path / "disk"), total_steps=1)
+    toy_run(cfg, model)
+    disk, above, orphan = open_store(str(tmp_path / "disk")), open_store(root), digest_bytes(b"lost")
+    named = [set(tier.pieces()) for tier in (disk, above)]
+    for tier in (disk, above):
+        tier.keep_piece(orphan, b"lost")
+    with RunDirectory(cfg).open():
+        assert [set(tier.pieces()) for tier in (disk, above)] == named and named[0] == named[1] != set()
 
 
 def wait_until_above(root: str, steps: list[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.support.runs import OpenRun, configured
@@ -62,13 +64,30 @@ def test_a_file_that_has_more_lines_stays_and_another_one_is_replaced(run, tmp_p
         assert (tmp_path / "metrics.jsonl").read_text() == after
 
 
+def test_pieces_that_no_checkpoint_names_are_deleted_unless_a_checkpoint_is_archived_or_damaged(run):
+    store = run.directory.checkpoints.store
+    write(run, "metrics.jsonl", "one\n")
+    run.save(1)
+    named = set(store.pieces())
+    store.keep_piece("0" * 32, b"left by a killed save")
+    (listing,) = (entry.path for entry in checkpoint_of(run, 1).entries if entry.path.startswith("carried"))
+    file = f"{store.path(1)}/{listing}"
+    shutil.copy(file, f"{file}.good")
+    with open(file, "w") as damaged:
+        damaged.write("{")
+    run.directory.run_files.remove_unused()
+    assert set(store.pieces()) == named | {"0" * 32}
+    shutil.move(f"{file}.good", file)
+    run.directory.run_files.remove_unused()
+    assert set(store.pieces()) == named
+
+
 def test_a_damaged_piece_is_refused(run, tmp_path):
     write(run, "metrics.jsonl", "one\n")
     run.save(1)
     store = run.directory.checkpoints.store
     names = store.pieces()
-    for name in names:
-        store.storage.delete(f".record/{name}")
+    store.remove_pieces(names)
     with pytest.raises(CorruptCheckpointError, match="a piece of a carried file cannot be read"):
         RunFiles(str(tmp_path), store).restore(checkpoint_of(run, 1))
     for name in names:
