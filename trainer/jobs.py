@@ -11,7 +11,7 @@ from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.ray_head import RayHead
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
-from trainer.config.trainer import PROCESSES
+from trainer.config.trainer import PROCESSES, THIS_PROCESS
 from trainer.errors import TrialError, sentences_of
 from trainer.files.shared_memory import clear_abandoned
 from trainer.metrics import best
@@ -73,7 +73,9 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
                 import_configs()  # while Ray starts; the tokenizers follow while ranks do
             cluster = ends.enter_context(cluster_of(cfg, device, early))
             ends.enter_context(directory.checkpoints.ended())
-            watchdog = ends.enter_context(Watchdog(time_limits.HANG_S, time_limits.CALL_S))
+            watchdog = Watchdog(time_limits.HANG_S, time_limits.CALL_S)
+            if t.ray_address != THIS_PROCESS:  # a debugger may hold a run in one process
+                ends.enter_context(watchdog)
             if server is not None:
                 server.progress = watchdog.progress
             trainer = make_trainer(task, cluster, directory, task.initial_weights(), stop, server)
@@ -90,6 +92,10 @@ def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
         from trainer.cluster.process_cluster import ProcessCluster
 
         return ProcessCluster(cfg, device, rank_server=early if isinstance(early, ForkServer) else None)
+    if cfg.trainer.ray_address == THIS_PROCESS:
+        from trainer.cluster.thread_cluster import ThreadCluster
+
+        return ThreadCluster(cfg, device)
     with importing():
         from trainer.cluster.ray_cluster import RayCluster  # imports Ray
 

@@ -1,8 +1,8 @@
 """`train`: a run from Python.
 
-The run is a process of its own (`trainer.api.worker_main`), with the command line's code from its first line to its
-last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers, logging nor random
-states of the caller can meet those of the run.
+Without `in_process`, the run is a process of its own (`trainer.api.worker_main`), with the command line's code from its
+first line to its last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers,
+logging nor random states of the caller can meet those of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
 from trainer.config.tasks import TaskSpec
 from trainer.errors import UserError
-from trainer.process.signals import EXIT_STATUS, HANDLED
+from trainer.process.log_setup import logging_to_file, show_messages
+from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 from trainer.run.next_command import PYTHON_RUN
 
 Function = Callable[..., Any] | str
@@ -39,6 +40,9 @@ _KEYS = {
     "task": "trainer.task",
 }
 """The parameters of `train` that take functions, and the config key of each."""
+
+_IN_PROCESS = ("trainer.ray_address=this_process", "trainer.num_workers=1", "trainer.device=cpu")
+_ENGINE = ("rollout.engine=transformers", "rollout.num_engines=1")
 
 
 class RunStopped(Exception):
@@ -67,6 +71,7 @@ def train(
     environment: type | Function | None = None,
     task: TaskSpec | str | None = None,
     on_step: OnStep | None = None,
+    in_process: bool = False,
 ) -> RunResult:
     """Do what `trainer train OVERRIDES` does, and return the result of the run.
 
@@ -86,6 +91,8 @@ def train(
         on_step: called in this process with the metrics of each finished step and its `step`, while the run waits. If
             it returns something true, or raises, the run saves and stops after this step; `train` then returns a result
             whose `status` is `stopped`, or raises the exception.
+        in_process: for breakpoints. Driver, one rank and the transformers engine are this process, on the CPU. It
+            computes the same bits. What fails raises its own exception, and no `RunFailed`.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
@@ -97,6 +104,9 @@ def train(
     given |= {"curriculum": curriculum, "environment": environment, "task": task}
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
+    if in_process:
+        generates = task.generates if isinstance(task, TaskSpec) else "sft" not in (task, *_tasks(overrides))
+        return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *overrides], pickles, on_step)
     return _conclude(*_run(overrides, pickles, on_step))
 
 
@@ -121,6 +131,47 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = F
     if status < 0:
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
+
+
+def _tasks(overrides: Sequence[str]) -> list[str]:
+    return [override.partition("=")[2] for override in overrides if override.startswith("trainer.task=")]
+
+
+def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None) -> RunResult:
+    """Run in this process, and leave its environment and signal handlers as they were."""
+    import torch
+
+    from trainer.api.worker_main import job_of
+    from trainer.config.command_line import run_words
+
+    paths: dict[str, Any] = {}
+    ends: list[BaseException | None] = []  # what `on_step` has raised; None: it has returned something true
+
+    def step(metrics: dict[str, float]) -> bool:
+        assert on_step is not None
+        try:
+            if on_step(metrics):
+                ends.append(None)
+        except BaseException as error:
+            ends.append(error)
+        return bool(ends)
+
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    show_messages()
+    try:
+        with SIGNALS.listening(), logging_to_file():
+            run_words(job_of(pickles, paths.update, step if on_step else None), overrides)
+    except Stopped as reason:
+        if ends and ends[0] is not None:
+            raise ends[0] from None
+        if not ends:
+            raise RunStopped(str(reason), paths and describe_result(paths, "stopped")) from None
+        return describe_result(paths, "stopped")
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)
+    return describe_result(paths, "finished")
 
 
 def _checked(overrides: Sequence[str]) -> list[str]:

@@ -231,7 +231,7 @@ class _Host:
                     result = answer_call(getattr(self._object.result(), method), row, args, kwargs, method)
                 answer, has_failed = pickle.dumps(result), False
             except BaseException as error:
-                answer, has_failed = _packed(error), True
+                answer, has_failed = pack_error(error), True
             with self._send_lock:
                 self._driver.send((number, has_failed, answer))
 
@@ -253,7 +253,8 @@ class _Host:
         return self._placement
 
 
-def _packed(error: BaseException) -> bytes:
+def pack_error(error: BaseException) -> bytes:
+    """Return the pickle of an exception with its traceback; of one that cannot be pickled, that of its text."""
     trace = "".join(traceback.format_exception(error))
     try:
         packed = pickle.dumps((error, trace))

@@ -123,7 +123,7 @@ class ProcessCluster:
 
     def put(self, value: Any) -> Any:
         """Return a reference to a copy of `value`, which is pickled once. Workers receive the value."""
-        return _Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        return Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def rendezvous_address(self, group: WorkerGroup) -> str:
         """Return the file at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group."""
@@ -155,7 +155,7 @@ class ProcessCluster:
             connection = server.start(f"{name} {worker}", {**env, **visible}, placement)
             return _Process(server, connection, factory, args[worker])
 
-        group = WorkerGroup(name, len(args), launch, _Processes(), self._timeouts)
+        group = WorkerGroup(name, len(args), launch, Processes(), self._timeouts)
         self._groups.append((group, group_gpus))
         return group
 
@@ -165,7 +165,7 @@ class ProcessCluster:
         return allocated
 
 
-class _Stored:
+class Stored:
     """Holds the pickle of a value. Its own pickle loads as the value."""
 
     def __init__(self, data: bytes):
@@ -234,7 +234,7 @@ class _Process:
             self._connection.close()
 
 
-class _Processes:
+class Processes:
     """Implements `trainer.cluster.worker_groups.Backend`. A ticket is a future."""
 
     def begin(self, process: _Process, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:

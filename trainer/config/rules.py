@@ -24,6 +24,7 @@ from trainer.config.logger import SERVICES, LoggerConfig
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
+from trainer.config.trainer import THIS_PROCESS
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
 
@@ -116,6 +117,14 @@ def _layout(config: Config) -> Rules:
     t = config.trainer
     product = " x ".join(f"trainer.{key}={size}" for key, size in t.layout.items() if size > 1)
     yield t.num_workers % t.layout_size, "trainer.num_workers", f"must be a multiple of {product}"
+    if t.ray_address == THIS_PROCESS:
+        problem, r = "trainer.ray_address=this_process has one rank, and one engine that waits for it", config.rollout
+        yield t.num_workers > 1, "trainer.num_workers", f"choose 1: {problem}"
+        if config.task.generates:
+            yield r.engine != "transformers", "rollout.engine", f"choose rollout=transformers: {problem}"
+            yield r.num_engines > 1, "rollout.num_engines", f"choose 1: {problem}"
+            yield r.ahead, "rollout.ahead", f"choose 0: {problem}"
+            yield r.in_flight_updates, "rollout.in_flight_updates", f"choose false: {problem}"
     is_outside = t.min_world_size is not None and not t.layout_size <= t.min_world_size <= t.num_workers
     yield is_outside, "trainer.min_world_size", f"must be from {t.layout_size} to trainer.num_workers={t.num_workers}"
     is_shared = t.context_parallel_size > 1

@@ -12,6 +12,8 @@ LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 LAYOUT_KEYS = ("dp_replicate", "context_parallel_size", "tensor_parallel_size")
 PROCESSES = "processes"
 """`trainer.ray_address` of a run without Ray."""
+THIS_PROCESS = "this_process"
+"""`trainer.ray_address` of a run in one process."""
 
 
 @dataclass
@@ -60,8 +62,9 @@ class TrainerConfig(Section):
     weights three times, with a critic four times. Needs `rollout.colocate`."""
     ray_address: str | None = setting(None, resume="harmless")
     """`host:port` (or `auto`) of a Ray cluster to join. null: start one on this machine for this run. `processes`: use
-    plain processes of this machine in place of Ray, for debugging; their output goes to the terminal. Numbers,
-    checkpoints and resumes are the same."""
+    plain processes of this machine in place of Ray, for debugging; their output goes to the terminal. `this_process`:
+    one rank and one transformers engine are threads of the driver, on the CPU, so that breakpoints stop in all of them.
+    Numbers, checkpoints and resumes are the same."""
     placement_timeout_s: float | None = setting(None, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
     """The longest time, in seconds, that the job waits for capacity in the cluster of `ray_address`. Set it if nodes
     are added during the wait, because that can take minutes. At its start, a job with `min_world_size` waits as long

@@ -1,0 +1,164 @@
+"""The worker groups of a job as threads of the driver, so that breakpoints stop in any of them. For debugging."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from trainer.cluster.fork_server import HOST, pack_error
+from trainer.cluster.process_cluster import Processes, Stored
+from trainer.cluster.resources import FindGpus
+from trainer.cluster.worker_groups import Timeouts, WorkerGroup
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.files.shared_memory import PrivateDirectory
+from trainer.process.network import use_network_of
+from trainer.process.tracing import WANTED
+
+
+class ThreadCluster:
+    """Implements `trainer.cluster.worker_groups.Cluster`: `with ThreadCluster(cfg, device) as cluster`.
+
+    What a worker gets and returns is copied, as between processes, so a run computes the same bits. No call has a time
+    limit, because a debugger may hold it. The environment of this process is as before at the end.
+
+    Raises:
+        UserError: the run uses a GPU, which ranks and engines of one process cannot share.
+    """
+
+    object_store_bytes = 0
+    is_local = True
+
+    def __init__(self, cfg: Config, device: str):
+        if device != "cpu":
+            raise UserError("trainer.ray_address=this_process: runs on the CPU; set trainer.device=cpu")
+        self.cfg = cfg
+        self.device = device
+        self._turn = threading.Lock()
+
+    def __enter__(self) -> ThreadCluster:
+        self._environment = dict(os.environ)
+        self._directory = PrivateDirectory(tempfile.gettempdir(), "trainer-local-", 4)
+        use_network_of(HOST, os.environ)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _leave_process_group()
+        self._directory.close()
+        os.environ.clear()
+        os.environ.update(self._environment)
+
+    def count_ranks(self) -> int:
+        """Return 1."""
+        return 1
+
+    def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
+        """Start a thread that hosts `factory(0, 1, device)`."""
+        _leave_process_group()  # of ranks that have failed
+        return self._launch(name, factory, [(0, 1, self.device)], env)
+
+    def launch_engines(
+        self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
+    ) -> WorkerGroup:
+        """Start a thread for each of `args`, which hosts `factory(*args)`."""
+        return self._launch("engine", factory, args, env)
+
+    def drain(self, error: Exception) -> None:
+        """Do nothing: there is no other node."""
+
+    def has_capacity(self, group: WorkerGroup) -> bool:
+        """Return True: threads need no capacity."""
+        return True
+
+    def put(self, value: Any) -> Any:
+        """Return a reference to a copy of `value`. Workers receive the value."""
+        return Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+    def rendezvous_address(self, group: WorkerGroup) -> str:
+        """Return the file at which the one rank meets itself."""
+        return f"file://{self._directory.path}/store-{threading.get_native_id()}-{os.urandom(4).hex()}"
+
+    def release(self, group: WorkerGroup) -> None:
+        """End the threads of the group once they have made their calls."""
+        group.kill()
+
+    def _launch(self, name: str, factory: Any, args: Sequence[tuple], env: dict[str, str]) -> WorkerGroup:
+        os.environ.update(env)
+        forever = Timeouts(float("inf"), float("inf"))
+
+        def launch(worker: int) -> _Thread:
+            return _Thread(f"{name} {worker}", factory, args[worker], self._turn)
+
+        return WorkerGroup(name, len(args), launch, Processes(), forever)
+
+
+class _Thread:
+    """Hosts one object. Each of the channels "call" and "background" has its own thread.
+
+    The result of a call is a future of `(has_failed, payload)`, as that of a process.
+
+    Args:
+        turn: held while an object is built or called. Libraries that build models replace functions of torch meanwhile.
+    """
+
+    def __init__(self, name: str, factory: Callable[..., Any], args: tuple, turn: threading.Lock):
+        self._turn = turn
+        self._object: Future[Any] = Future()
+        self._calls: dict[str, queue.SimpleQueue] = {}
+        for channel in ("call", "background"):
+            self._calls[channel] = queue.SimpleQueue()
+            work = (channel, *((factory, args) if channel == "call" else (None, ())))
+            threading.Thread(target=self._serve, args=work, name=f"{name} {channel}", daemon=True).start()
+
+    def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
+        """Begin a call."""
+        call: Future = Future()
+        if channel == "heartbeat":
+            is_placements = method == "placements"
+            answer: Any = {"host": HOST, "node": "this", "gpus": []} if is_placements else self._heartbeat()
+            call.set_result((False, pickle.dumps(answer)))
+        else:
+            self._calls[channel].put((call, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)))
+        return call
+
+    def kill(self) -> None:
+        """End the threads after the calls that have begun."""
+        for calls in self._calls.values():
+            calls.put(None)
+
+    def _heartbeat(self) -> tuple[int, str, bool]:
+        return os.getpid(), HOST, self._object.done()
+
+    def _serve(self, channel: str, factory: Callable[..., Any] | None, args: tuple) -> None:
+        torch.set_num_threads(1)  # a thread has a setting of its own
+        if factory is not None:
+            try:
+                with self._turn:
+                    self._object.set_result(factory(*args))
+            except BaseException as error:
+                self._object.set_exception(error)
+        while (message := self._calls[channel].get()) is not None:
+            call, payload = message
+            try:
+                method, arguments, kwargs = pickle.loads(payload)
+                kwargs.pop(WANTED, None)  # the spans of this process are those of the driver
+                function = getattr(self._object.result(), method)
+                with self._turn if channel == "call" else contextlib.nullcontext():
+                    result = function(*arguments, **kwargs)
+                call.set_result((False, pickle.dumps(result)))
+            except BaseException as error:
+                call.set_result((True, pack_error(error)))
+
+
+def _leave_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
