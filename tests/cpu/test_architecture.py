@@ -135,7 +135,7 @@ MOST_LINES = {
     "objectives algorithms learner workers parallel": (5650, 5400),
     "models": (4750, 3400),
     "checkpoint": (4050, 3200),
-    "cluster": (2600, 2200),
+    "cluster": (2650, 2200),
     "data": (2550, 1900),
     "metrics reports": (3400, 3200),
     "config": (3900, 3200),

@@ -170,6 +170,8 @@ def test_modules_of_the_working_directory_are_found_and_hide_no_others(tmp_path)
 STARTS = """
 from trainer.config.command_line import Outcome
 from trainer.import_utils import import_function
+from trainer.process.signals import SIGNALS
+SIGNALS.listen()  # as every command does
 print(import_function("mine:pid", "reward.name")(), flush=True)
 Outcome(0).exit()
 """

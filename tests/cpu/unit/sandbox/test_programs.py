@@ -293,7 +293,7 @@ def test_a_program_that_nobody_waits_for_ends_and_waiting_for_a_turn_does_not_co
     others, processes = set(psutil.Process().children(recursive=True)), set()
 
     async def call(code: str, limit_s: float | None) -> CodeResult:
-        async with CallClock(limit_s, lambda: None):
+        async with CallClock(limit_s, lambda is_waiting: None):
             return await sandbox.run(code)
 
     async def abandoned() -> CodeResult:

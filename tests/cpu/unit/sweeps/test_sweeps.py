@@ -59,7 +59,7 @@ from trainer.cluster import early_start
 from trainer.main import main_sft as main
 from trainer.run.run_metadata import record_start
 
-def train(task, device, early):
+def train(task, device, early, on_step):
     cfg = task.cfg
     lr = cfg.sft.optimizer.lr
     os.makedirs(cfg.trainer.run_dir, exist_ok=True)
