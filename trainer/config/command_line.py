@@ -315,10 +315,10 @@ def _check_ends(ends: list[tuple[str, int]]) -> None:
         JobEnded: see `run_sweep`.
     """
     LOG_FILE.close()  # the last job's, which does not hold what is said of the sweep
-    failed = {name: status for name, status in ends if status}
+    failed = [(name, status) for name, status in ends if status]  # two trials may have one name
     if failed:
-        text = f"{len(failed)} of {len(ends)} jobs failed: {'; '.join(failed)}"
-        raise JobEnded(Outcome(min(failed.values()), text))
+        text = f"{len(failed)} of {len(ends)} jobs failed: {'; '.join(name for name, _ in failed)}"
+        raise JobEnded(Outcome(min(status for _, status in failed), text))
 
 
 def register_plugins(words: Sequence[str]) -> None:
