@@ -17,6 +17,7 @@ from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError, describe_error
 from trainer.files.documents import Shape, parse_object
 from trainer.process import time_limits
+from trainer.process.signal_watch import start_time
 from trainer.process.signals import SIGNALS
 from trainer.process.watchdog import ends_within
 
@@ -206,7 +207,7 @@ class RunLock:
             "host": socket.gethostname(),
             "machine": _machine(),
             "pid": os.getpid(),
-            "started": _started(os.getpid()),
+            "started": start_time(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
 
@@ -242,7 +243,7 @@ class RunLock:
         """Return why the owner is dead; None: it may be alive."""
         if _is_local(owner):
             pid = owner["pid"]
-            return None if _started(pid) == owner["started"] else f"its process {pid} is gone"
+            return None if start_time(pid) == owner["started"] else f"its process {pid} is gone"
         return f"no heartbeat for {self.lease_s:g} s" if silent_s >= self.lease_s else None
 
 
@@ -278,16 +279,6 @@ def _machine() -> str:
             return " ".join([file.read().strip(), *(os.readlink(kind) for kind in kinds if os.path.lexists(kind))])
     except OSError:
         return f"{socket.gethostname()} (unknown)"
-
-
-def _started(pid: int) -> str | None:
-    """Return the start time of a process of this machine, which tells reused process ids apart; None: it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -270,7 +270,8 @@ class Signals:
                 os.environ,
                 file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
                 setsid=True,  # it must not receive the signals to the process group
-                setsigmask=HANDLED,  # nor die of those that a scheduler sends to each process of the job
+                # Nor die of those that a scheduler sends to each process of the job, or of its end before it has begun.
+                setsigmask=(*HANDLED, signal_watch.END),
             )
         except (OSError, ValueError):  # no process can be started, or Python does not know its own path
             os.close(self._watch_pipe)

@@ -69,9 +69,9 @@ def test_the_watching_process_survives_signals_to_every_process_of_the_job():
 @pytest.mark.parametrize("ends", ["os.kill(os.getpid(), 9)", "os._exit(1)", "signals.SIGNALS.end_watch()"])
 def test_what_a_module_of_the_user_has_started_ends_with_its_process_however_it_ends(ends):
     code = (
-        f"{BEGINNING}\nimport subprocess, time\nfrom trainer.process.startup import noting_processes\n"
+        f"{BEGINNING}\nimport subprocess\nfrom trainer.process.startup import noting_processes\n"
         "with noting_processes(): server = subprocess.Popen(['sh', '-c', 'sleep 600 & echo $!; wait'], stdout=1)\n"
-        f"print(server.pid, flush=True); time.sleep(0.5)\n{ends}"
+        f"print(server.pid, flush=True)\n{ends}"
     )
     job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     started = [int(job.stdout.readline()) for _ in range(2)]
