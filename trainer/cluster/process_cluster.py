@@ -30,7 +30,30 @@ _HOST_CHANNELS = ("heartbeat", "placements")
 """Channels that the host itself serves, with a method of the same name."""
 
 
-class ProcessCluster:
+class LocalCluster:
+    """What clusters have in common that use this machine alone. `__enter__` sets `_directory`."""
+
+    object_store_bytes = 0
+    is_local = True
+    _directory: PrivateDirectory
+
+    def drain(self, error: Exception) -> None:
+        """Do nothing: there is no other node."""
+
+    def has_capacity(self, group: WorkerGroup) -> bool:
+        """Return True: workers on one machine keep their resources."""
+        return True
+
+    def put(self, value: Any) -> Any:
+        """Return a reference to a copy of `value`, which is pickled once. Workers receive the value."""
+        return _Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+
+    def rendezvous_address(self, group: WorkerGroup) -> str:
+        """Return the file at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group."""
+        return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
+
+
+class ProcessCluster(LocalCluster):
     """Implements `trainer.cluster.worker_groups.Cluster`: `with ProcessCluster(cfg, device) as cluster`.
 
     Workers must be able to import the factories and arguments that they receive.
@@ -40,9 +63,6 @@ class ProcessCluster:
         fork_server: a fork server that outlives the cluster. None: the cluster starts its own.
         rank_server: the same for ranks on CPUs (see `early_start`). None: `fork_server` starts them, too.
     """
-
-    object_store_bytes = 0
-    is_local = True
 
     def __init__(
         self,
@@ -114,21 +134,6 @@ class ProcessCluster:
             self._fork_server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus
         )
 
-    def drain(self, error: Exception) -> None:
-        """Do nothing: there is no other node."""
-
-    def has_capacity(self, group: WorkerGroup) -> bool:
-        """Return True: processes of one machine keep their resources."""
-        return True
-
-    def put(self, value: Any) -> Any:
-        """Return a reference to a copy of `value`, which is pickled once. Workers receive the value."""
-        return Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-
-    def rendezvous_address(self, group: WorkerGroup) -> str:
-        """Return the file at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group."""
-        return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
-
     def release(self, group: WorkerGroup) -> None:
         """Kill the processes of the group, wait until they have exited, and free their GPUs."""
         entry = next(entry for entry in self._groups if entry[0] is group)
@@ -165,7 +170,7 @@ class ProcessCluster:
         return allocated
 
 
-class Stored:
+class _Stored:
     """Holds the pickle of a value. Its own pickle loads as the value."""
 
     def __init__(self, data: bytes):

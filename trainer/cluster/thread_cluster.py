@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.cluster.fork_server import HOST, pack_error
-from trainer.cluster.process_cluster import Processes, Stored
+from trainer.cluster.process_cluster import LocalCluster, Processes
 from trainer.cluster.resources import FindGpus
 from trainer.cluster.worker_groups import Timeouts, WorkerGroup
 from trainer.config import Config
@@ -25,7 +25,7 @@ from trainer.process.network import use_network_of
 from trainer.process.tracing import WANTED
 
 
-class ThreadCluster:
+class ThreadCluster(LocalCluster):
     """Implements `trainer.cluster.worker_groups.Cluster`: `with ThreadCluster(cfg, device) as cluster`.
 
     What a worker gets and returns is copied, as between processes, so a run computes the same bits. No call has a time
@@ -34,9 +34,6 @@ class ThreadCluster:
     Raises:
         UserError: the run uses a GPU, which ranks and engines of one process cannot share.
     """
-
-    object_store_bytes = 0
-    is_local = True
 
     def __init__(self, cfg: Config, device: str):
         if device != "cpu":
@@ -71,21 +68,6 @@ class ThreadCluster:
     ) -> WorkerGroup:
         """Start a thread for each of `args`, which hosts `factory(*args)`."""
         return self._launch("engine", factory, args, env)
-
-    def drain(self, error: Exception) -> None:
-        """Do nothing: there is no other node."""
-
-    def has_capacity(self, group: WorkerGroup) -> bool:
-        """Return True: threads need no capacity."""
-        return True
-
-    def put(self, value: Any) -> Any:
-        """Return a reference to a copy of `value`. Workers receive the value."""
-        return Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-
-    def rendezvous_address(self, group: WorkerGroup) -> str:
-        """Return the file at which the one rank meets itself."""
-        return f"file://{self._directory.path}/store-{threading.get_native_id()}-{os.urandom(4).hex()}"
 
     def release(self, group: WorkerGroup) -> None:
         """End the threads of the group once they have made their calls."""
