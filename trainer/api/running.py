@@ -28,9 +28,9 @@ from trainer.errors import UserError
 from trainer.process.log_setup import logging_to_file, show_messages
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 from trainer.run.next_command import PYTHON_RUN
+from trainer.run.state import OnStep
 
 Function = Callable[..., Any] | str
-OnStep = Callable[[dict[str, Any]], Any]
 _KEYS = {
     "reward": "reward.name",
     "advantage_estimator": "algorithm.advantage_estimator",
@@ -105,7 +105,7 @@ def train(
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
     if in_process:
-        generates = task.generates if isinstance(task, TaskSpec) else "sft" not in (task, *_tasks(overrides))
+        generates = task.generates if isinstance(task, TaskSpec) else "trainer.task=sft" not in overrides
         return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *overrides], pickles, on_step)
     return _conclude(*_run(overrides, pickles, on_step))
 
@@ -131,10 +131,6 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = F
     if status < 0:
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
-
-
-def _tasks(overrides: Sequence[str]) -> list[str]:
-    return [override.partition("=")[2] for override in overrides if override.startswith("trainer.task=")]
 
 
 def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None) -> RunResult:

@@ -82,5 +82,5 @@ def changed_answer(tokenizer: Any, answers: Sequence[str]) -> tuple[int, str] | 
 
 @functools.lru_cache(maxsize=4)
 def _added_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that are no pieces of text. Some tokenizers have thousands, and make the table anew."""
+    """Return the ids of the added tokens. Some tokenizers have thousands, and build the table at each call."""
     return frozenset(tokenizer.added_tokens_decoder)

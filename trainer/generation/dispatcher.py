@@ -195,9 +195,10 @@ class Dispatcher:
             await self._changes.until(lambda: not self.is_paused and load.held and lifecycle[engine] is State.SERVING)
             if load.process is not self._engines.group.workers[engine]:  # it was replaced while the engines rested
                 load.new, load.process = [*load.held], self._engines.group.workers[engine]
-            gone = {*(load.held if self._is_batch else load.new)} - self._pending.keys()  # nobody waits for them
-            load.held = [number for number in load.held if number not in gone]
-            new, load.new = [number for number in load.new if number not in gone], []
+            assigned = load.held if self._is_batch else load.new
+            cancelled = {*assigned} - self._pending.keys()
+            load.held = [number for number in load.held if number not in cancelled]
+            new, load.new = [number for number in load.new if number not in cancelled], []
             for number in new:
                 self._pending[number].oldest = lifecycle.version(engine)
             if not load.held:

@@ -157,7 +157,7 @@ class StreamingEngine(Engine, Protocol):
     def interrupt(self) -> None:
         """Let a running `step` return within about a token's time, with what is complete. Called on another thread.
 
-        It is for requests and weights that wait. If no `step` runs, the next one may return at once.
+        Called when requests or weights wait. If no `step` runs, the next `step` may return immediately.
         """
         ...
 

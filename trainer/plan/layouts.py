@@ -53,10 +53,10 @@ def timed_layouts(cfg: Config, cluster: Cluster) -> list[Layout]:
         has_adapters = any(role.has_adapters for role in changed.roles)
         found.append(((not plan.fits, on_host, has_adapters, plan.time.total), Layout(name, changes, plan)))
     ordered = [layout for _, layout in sorted(found, key=lambda pair: pair[0])]
-    for place, layout in enumerate(ordered):
+    for index, layout in enumerate(ordered):
         if layout.plan.fits:
             plan = make_plan(with_changes(cfg, layout.changes), cluster)
-            ordered[place] = replace(layout, plan=plan, is_traced=True)
+            ordered[index] = replace(layout, plan=plan, is_traced=True)
             if plan.fits:
                 break
     return ordered

@@ -55,8 +55,8 @@ class TrainerState:
         self.run_ids = dict(state["tracker"])
 
 
-OnStep = Callable[[dict[str, float]], bool]
-"""Called with the metrics of a finished step and `step`; returns whether to stop the run after this step."""
+OnStep = Callable[[dict[str, float]], Any]
+"""Called with the metrics of a finished step and `step`; returns something true to stop the run after this step."""
 
 
 class StopRequest:

@@ -429,8 +429,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(tmp_pat
 
 
 def test_the_engine_hangs_under_a_job_that_samples_ahead(server, model, tmp_path):
-    """Its worker stands still. It is killed, which leaves no shared memory, and started again. The numbers are those of
-    an undisturbed job, also where a batch ahead was cut off.
+    """The server kills an engine whose worker hangs, and starts it again; no shared memory is left behind. The numbers
+    equal those of an uninterrupted job, also where a batch ahead was cut off.
     """
     words = [f"model.path={model}", "rollout=server", f"rollout.urls=[{server.url}]", "rollout.max_num_seqs=20",
              "rollout.max_response_tokens=32", "rollout.ahead=1", "trainer.total_steps=3", "trainer.val_interval=3",
