@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -15,15 +16,26 @@ KEY, SECRET = "AKIATESTSTORE0000001", "topSecretOfTheStore/4711"
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
     """Run moto's S3 server; yields its URL. Every bucket that a test names must be made with `make_bucket`."""
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.threaded_moto_server import MotoRequestHandler
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    one_condition_at_a_time = threading.Lock()  # moto reads and writes in two steps; S3's condition is one
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def app(environ, start_response):
+        conditional = "HTTP_IF_MATCH" in environ or "HTTP_IF_NONE_MATCH" in environ
+        with one_condition_at_a_time if conditional else contextlib.nullcontext():
+            return moto(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
-        host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
 
 
 def s3_variables(url: str) -> dict[str, str]:
