@@ -17,7 +17,7 @@ COMMANDS = {
     "sft": ("trainer.main:main_sft", "train on examples, or on kept completions"),
     "evaluate": (
         "trainer.evaluate.__main__:main",
-        "evaluate a model, an export or a checkpoint; compare two evaluations",
+        "evaluate a model, an export or a checkpoint",
     ),
     "inference": ("trainer.inference.__main__:main", "serve a model to jobs and people, while jobs come and go"),
     "plan": ("trainer.plan.__main__:main", "say what a run needs of a cluster, whether it fits, and how long it takes"),

@@ -1,4 +1,4 @@
-"""`trainer evaluate`: evaluate a model, an export or a checkpoint; `trainer evaluate compare`: compare two of these."""
+"""`trainer evaluate`: evaluate a model, an export or a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from trainer.process.log_setup import guard_output, show
 
 _HELP = """usage: trainer evaluate RUN|CHECKPOINT|MODEL [--best | --step N] [KEY=VALUE ...]
        trainer evaluate model.path=MODEL data=… [GROUP=CHOICE ...] [KEY=VALUE ...]
-       trainer evaluate compare A B
 
 Evaluate without training, and write results and transcripts to trainer.run_dir:
 
@@ -27,18 +26,12 @@ Evaluate without training, and write results and transcripts to trainer.run_dir:
 
 A run or checkpoint brings its config, which KEY=VALUE overrides (docs/config.md). An evaluation that was killed
 continues when the same command is given again. docs/evaluation.md explains the rest.
-
-compare: the differences of two evaluations of the same rows, with their confidence intervals
 """
 
 
 def main() -> int | None:
-    """Do what the command line says; returns the exit status of a comparison, and ends the process of a job."""
+    """Do what the command line says; ends the process of a job."""
     words = sys.argv[1:]
-    if words[:1] == ["compare"]:
-        from trainer.evaluate.compare import main as compare
-
-        return compare(words[1:])
     if not words or {"--help", "-h"} & set(words):
         guard_output()
         print(_HELP, end="")

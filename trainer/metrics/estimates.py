@@ -1,4 +1,4 @@
-"""What an evaluation measures: values of each row, pass@k, means with intervals, the difference of paired means.
+"""What an evaluation measures: values of each row, pass@k, means with intervals.
 
 The unit is the row of the data: the completions of one row are not independent of one another, so the intervals are
 computed from one value for each row (Miller, "Adding Error Bars to Evals", 2024, sections 2 and 4).
@@ -14,9 +14,6 @@ from statistics import NormalDist, fmean, stdev
 LEVEL = 0.95
 """Confidence level of the intervals."""
 
-_FEWEST_ALIKE = 6
-"""Rows of which chance makes all differ to the same side in fewer than 5 % of cases: 2 * 0.5**6 is 3 %."""
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -27,10 +24,6 @@ class Estimate:
     high: float
     rows: int
     """Number of rows that it was computed from."""
-
-    @property
-    def excludes_zero(self) -> bool:
-        return not self.low <= 0 <= self.high
 
 
 def pass_at_k(successes: int, n: int, k: int) -> float:
@@ -62,32 +55,6 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     if all(value in (0.0, 1.0) for value in values):
         return share_estimate(fmean(values), len(values))
     return _student(values)
-
-
-def paired_difference(a: Sequence[float], b: Sequence[float], are_shares: bool = False) -> Estimate:
-    """Return the mean of b - a over rows that both have measured, with its interval.
-
-    A paired difference is more precise than two separate means: what makes a row hard is the same for both (Miller,
-    2024, section 4.2).
-
-    Shares get the interval of Agresti and Min (2005, section 3): half a row more for each of the four outcomes of a
-    pair, so that rows without any difference do not seem to exclude one. Others get the interval of Student's t. Fewer
-    than six of these that all differ by the same say nothing of the spread: their interval is infinite.
-
-    Args:
-        a, b: one value for each row, in the same order.
-        are_shares: the values are shares of successes, from 0 to 1.
-    """
-    differences = [y - x for x, y in zip(a, b, strict=True)]
-    mean, rows = fmean(differences), len(differences)
-    if are_shares:
-        centre = math.fsum(differences) / (rows + 2)
-        variance = (math.fsum(d * d for d in differences) + 1) / (rows + 2) - centre**2
-        margin = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(variance / (rows + 2))
-        return Estimate(mean, max(-1.0, centre - margin), min(1.0, centre + margin), rows)
-    if rows < _FEWEST_ALIKE and max(differences) - min(differences) <= 1e-9 * abs(mean) and mean:
-        return Estimate(mean, -math.inf, math.inf, rows)
-    return _student(differences)
 
 
 def _student(values: Sequence[float]) -> Estimate:
