@@ -136,7 +136,7 @@ class PlannedRank:
 def _storages(worker: Any) -> list[Any]:
     tensors = list(worker.module.parameters())
     if hasattr(worker, "optimizer"):
-        tensors += [value for state in worker.optimizer.state.values() for value in state.values()]
+        tensors += [value for state in worker.optimizers.all[0].state.values() for value in state.values()]
     return list(storages_of([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]).values())
 
 

@@ -80,7 +80,7 @@ def step_optimizer(rank: Rank, path: str) -> tuple[int, int]:
     update(rank, "policy", make_batch(), 1)  # the optimizer has its states
     for parameter in worker.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return peak_bytes(worker.optimizer.step, rank.device), worker.num_parameters()[0]
+    return peak_bytes(worker.optimizers.step, rank.device), worker.num_parameters()[0]
 
 
 def test_an_optimizer_step_makes_no_copy_of_the_parameters(device, wide_path):

@@ -43,8 +43,8 @@ def step_behind_kernels(worker: PolicyWorker) -> None:
     keep_busy(worker.device)
     for parameter in worker.module.parameters():
         parameter.grad = torch.randn_like(parameter)
-    worker.optimizer.step()
-    worker.optimizer.zero_grad()
+    worker.optimizers.step()
+    worker.optimizers.zero_grad()
 
 
 def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:

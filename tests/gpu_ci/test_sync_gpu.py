@@ -143,7 +143,7 @@ def packed_and_alone(rank: Rank, path: str) -> tuple[float, float, float]:
     for _ in range(2):
         worker.module.load_state_dict(state)
         norms.append(update(rank, "policy", batch, 1)["grad_norm"])
-        worker.optimizer.state.clear()
+        worker.optimizers.all[0].state.clear()
     return alone, few, abs(norms[0] - norms[1]) / norms[0]
 
 

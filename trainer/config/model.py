@@ -68,14 +68,21 @@ SCHEDULE_STEPS = ResumeRule(
 
 @dataclass
 class OptimizerConfig(Section):
+    name: str = setting(
+        "adamw", resume=ResumeRule("never", "the saved moments belong to another optimizer", ("optimizer",))
+    )
+    """`adamw`, `muon` (linear layers of the blocks and experts; AdamW has the rest), or the import path of a function
+    that gets the named parameters, `lr`, `weight_decay` and `options`, and returns a torch optimizer."""
+    options: dict[str, Any] = setting(default_factory=dict, is_open=True, resume="update")
+    """Options of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), `adamw_lr` (`lr`)."""
     lr: float = setting(1e-6, at_least=0, resume="update")
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     betas: list[float] = setting(default_factory=lambda: [0.9, 0.999], resume="update")
     """AdamW's decay rates of the first and second moment."""
     eps: float = setting(1e-8, above=0, resume="update")
     """AdamW's epsilon."""
     weight_decay: float = setting(0.0, at_least=0, resume="update")
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay."""
     max_grad_norm: float = setting(1.0, at_least=0, resume="update")
     """Gradients are clipped to this global norm. 0: no clipping."""
     scheduler: str = setting("constant", choices=("constant", "cosine"), resume="update")

@@ -198,9 +198,13 @@ def _check_apart(config: Config) -> None:
 
 @_rules_of("trainer.policy")
 def check_policy(config: Config) -> Rules:
-    """Betas that are no pair, and settings of adapters that there are none of."""
-    betas, lora, name = config.trainer.policy.optimizer.betas, config.trainer.policy.lora, "trainer.policy.lora"
+    """Betas that are no pair, an optimizer that trains no adapters, and settings of adapters that there are none of."""
+    optimizer, lora, name = config.trainer.policy.optimizer, config.trainer.policy.lora, "trainer.policy.lora"
+    betas = optimizer.betas
     is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    problem = "trains no adapters, which stay on AdamW; choose adamw, or drop trainer.policy.lora.rank"
+    is_muon = optimizer.name == "muon"
+    yield is_muon and lora.rank is not None, "trainer.policy.optimizer.name", problem
     yield not is_pair, "trainer.policy.optimizer.betas", "must be two numbers, each at least 0 and below 1"
     for key in changed_keys(lora, LoraConfig(), name):
         yield lora.rank is None, key, f"needs {name}.rank"

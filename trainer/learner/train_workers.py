@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -132,6 +133,10 @@ class TrainWorkers:
         def wait() -> None:
             connected.result()
             self.accepted = _accepted(built.result()[0])
+            for role, spec in self.roles.items():
+                if spec.optimizer is not None and spec.optimizer.name != "adamw":
+                    for name, parameters in json.loads(self.call_one(role, "sharding"))["optimizers"].items():
+                        LOG.info("%s: %s trains %s", role, name, ", ".join(parameters))
 
         return wait
 

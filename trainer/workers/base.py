@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
-from trainer.config import FSDPConfig, OptimizerConfig, RoleSpec
+from trainer.config import FSDPConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
@@ -35,23 +32,13 @@ from trainer.parallel.shard import frees_after_forward, param_dtype, reshard
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.workers.async_saver import StateFiles
+from trainer.workers.optimizers import Optimizers
 
 LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """Maps a micro-batch to its share of the mini-batch's loss, and its shares of the metrics."""
 
 STATE = ("weights", "optimizer", "rng")
 SHARDING_FILE = "fsdp_config.json"
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `total_steps`: warm-up, then the schedule."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.scheduler == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    floor = config.min_lr_ratio
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 class ModelWorker:
@@ -227,17 +214,8 @@ class TrainedWorker(ModelWorker):
         shards = layout.fsdp_mesh.size(layout.fsdp_mesh.ndim - 1)
         self.frees_each_micro_batch = frees_after_forward(spec.sharding, layout.device, shards, spec.trained_whole)
         self.optimizer_config = optimizer
-        self.total_optimizer_steps = objective.scheduled_steps(spec)
-        self.optimizer_steps = 0
         self.tokens_computed = 0  # by this rank, for the updates of the policy or critic
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
-            lr=optimizer.lr,
-            betas=tuple(optimizer.betas),
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=True,  # without a temporary copy of the parameters
-        )
+        self.optimizers = Optimizers(module, optimizer, objective.scheduled_steps(spec), layout.fsdp_mesh)
 
     def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
         """Return what the model computes for a micro-batch of a mini-batch."""
@@ -297,61 +275,28 @@ class TrainedWorker(ModelWorker):
         grad_norm = self.layout.clip_grad_norm(self.module.parameters(), self.optimizer_config.max_grad_norm)
         for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
-                self.optimizer.zero_grad()
+                self.optimizers.zero_grad()
                 raise NonFiniteError(f"the {self.role}'s {name} is {value}")
-        lr = self._configure_optimizer()
         self.before_weights_change()
-        self._complete_optimizer()
         with TRACER.span("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.optimizer_steps += 1
+            lr = self.optimizers.step()
         failpoint("updating")
         return {**totals, "grad_norm": grad_norm, "lr": lr}
 
     def check_sums(self, sums: dict[str, float]) -> None:
         """Check sums over a mini-batch before its optimizer step, and remove those that are no metrics."""
 
+    def sharding(self) -> str:
+        """Return how the state is sharded, and which parameters each optimizer trains, as JSON."""
+        return json.dumps({**json.loads(super().sharding()), "optimizers": self.optimizers.description()}, indent=2)
+
     def optimizer_tensors(self) -> list[Tensor]:
         """Return the states of the optimizer on this rank's device, without its counters. Not a collective."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [s for s in states if isinstance(s, Tensor) and s.numel() > 1 and s.device.type == self.device]
+        return self.optimizers.tensors(self.device)
 
     def optimizer_growth(self) -> int:
-        """Return the bytes that states of the optimizer will yet take on this rank's device. Not a collective.
-
-        AdamW makes them at its first step: two numbers for each number of a parameter.
-        """
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        new = [p for p in parameters if p not in self.optimizer.state and p.device.type == self.device]
-        return sum(2 * (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in new)
-
-    def _complete_optimizer(self) -> None:
-        """Make the states that the optimizer lacks, at step 0 and equal to those that AdamW makes.
-
-        AdamW makes them for parameters with a gradient alone, so a checkpoint would lack the others. Before a save,
-        torch would make them by a step with the learning rate 0, which counts in the bias correction of later steps.
-        """
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self.optimizer.state:
-                    self.optimizer.state[parameter] = {
-                        "step": torch.zeros((), device=parameter.device),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-
-    def _configure_optimizer(self) -> float:
-        """Set every parameter group to the values of the config; returns the learning rate of the next step.
-
-        A checkpoint has its own values, which the config replaces.
-        """
-        config = self.optimizer_config
-        lr = learning_rate(config, self.optimizer_steps, self.total_optimizer_steps)
-        values = {"lr": lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
-        for group in self.optimizer.param_groups:
-            group |= {**values, "fused": True, "foreach": None}
-        return lr
+        """Return the bytes that states of the optimizer will yet take on this rank's device. Not a collective."""
+        return self.optimizers.growth(self.device)
 
     # ---------------------------------------------------------------------------------------------------
     # State
@@ -364,22 +309,19 @@ class TrainedWorker(ModelWorker):
         """
         super().load(files, kinds)
         if "optimizer" in kinds:
-            self.optimizer_steps += steps_added
+            self.optimizers.steps += steps_added
 
     def _state(self, kinds: set[str], with_rng: bool) -> dict[str, Any]:
         state = super()._state(kinds, with_rng)
         if "optimizer" in kinds:
-            self._complete_optimizer()
-            state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
-            state["optimizer_steps"] = torch.tensor(self.optimizer_steps)
+            state["optimizer"] = self.optimizers.state()
+            state["optimizer_steps"] = torch.tensor(self.optimizers.steps)
         return state
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         if "optimizer" in state:
-            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
-            self.optimizer_steps = int(state["optimizer_steps"])
-            self._configure_optimizer()
+            self.optimizers.load(state["optimizer"], int(state["optimizer_steps"]))
 
     # ---------------------------------------------------------------------------------------------------
     # Weights for exports

@@ -150,7 +150,7 @@ class PolicyWorker(TrainedWorker):
         if mean <= allowed:
             self._largest_difference = max(mean, earlier or 0.0)
             return
-        self.optimizer.zero_grad()
+        self.optimizers.zero_grad()
         before = "" if earlier is None or mean > limit else f" after at most {earlier:.2g} in earlier steps"
         raise LogprobMismatchError(
             f"rollout.max_logprob_diff: the log-probs of engines and ranks for the same weights differ by {mean:.2g} "

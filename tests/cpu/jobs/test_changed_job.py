@@ -10,7 +10,7 @@ import yaml
 
 from tests.support.jobs import metrics, run_forked_job
 from trainer.config import OptimizerConfig
-from trainer.workers.base import learning_rate
+from trainer.workers.optimizers import learning_rate
 
 CHANGES = {
     "trainer.train_batch_size": 4,

@@ -15,7 +15,7 @@ from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import OptimizerConfig
 from trainer.parallel.batching import Batch
-from trainer.workers.base import TrainedWorker, learning_rate
+from trainer.workers.optimizers import Optimizers, learning_rate
 from trainer.workers.rank import Rank
 
 
@@ -82,7 +82,7 @@ def save_at_each_step(rank: Rank, path: str, directory: str) -> list[list[dict[s
             update(rank, "policy", small_batch(), step)
             resumed.append(weights(rank))
         runs.append(resumed)
-    TrainedWorker._complete_optimizer = lambda self: None
+    Optimizers.make_states = lambda self: None
     return [weights_after_two_steps(rank, path, None, ""), *runs]
 
 

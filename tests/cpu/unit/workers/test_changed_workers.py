@@ -19,7 +19,8 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, critic_role, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.batching import Batch
-from trainer.workers.base import TrainedWorker, learning_rate
+from trainer.workers.base import TrainedWorker
+from trainer.workers.optimizers import learning_rate
 from trainer.workers.rank import Rank
 
 GROUPS, PER_GROUP, WIDTH = 4, 2, 16
@@ -168,7 +169,7 @@ def fingerprint(worker: TrainedWorker) -> str:
     digest = hashlib.sha256()
     for parameter in worker.module.parameters():
         digest.update(parameter.full_tensor().detach().numpy().tobytes())
-        for name, value in sorted(worker.optimizer.state.get(parameter, {}).items()):
+        for name, value in sorted(worker.optimizers.all[0].state.get(parameter, {}).items()):
             digest.update(name.encode() + (value.full_tensor() if name != "step" else value).numpy().tobytes())
     return digest.hexdigest()
 
@@ -176,9 +177,9 @@ def fingerprint(worker: TrainedWorker) -> str:
 def move_state(old: TrainedWorker, new: TrainedWorker) -> None:
     """Give `new` the weights, moments and counter of `old`, and leave it all that its config has set."""
     new.module.load_state_dict(old.module.state_dict())
-    own = new.optimizer.state_dict()["param_groups"]
-    new.optimizer.load_state_dict({**old.optimizer.state_dict(), "param_groups": own})
-    new.optimizer_steps = old.optimizer_steps
+    (before,), (after,) = old.optimizers.all, new.optimizers.all
+    after.load_state_dict({**before.state_dict(), "param_groups": after.state_dict()["param_groups"]})
+    new.optimizers.steps = old.optimizers.steps
 
 
 def step_after_a_change(

@@ -87,7 +87,7 @@ def gradients(rank: Rank, path: str) -> dict:
             for name, parameter in worker.module.named_parameters():
                 found["gradients"][f"{role}.{name}"] = parameter.grad.full_tensor().clone()
 
-        worker.optimizer.register_step_pre_hook(recording)
+        worker.optimizers.all[0].register_step_pre_hook(recording)
         found["metrics"][role] = update(rank, role, batch, 1)
     return found
 

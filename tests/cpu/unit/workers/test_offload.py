@@ -248,7 +248,7 @@ def read_back(rank: Rank, path: str, directory: str, names: Sequence[str]) -> di
             worker = rank.roles[role]
             tensors = [local_part(tensor) for tensor in worker.weight_tensors() + worker.optimizer_tensors()]
             sums = (float(tensor.detach().double().abs().sum()) for tensor in tensors)
-            read[name].append([worker.optimizer_steps, *sums])
+            read[name].append([worker.optimizers.steps, *sums])
     return read
 
 

@@ -110,13 +110,13 @@ def load_weights_alone(rank: Rank, path: str, directory: str) -> tuple[float, in
     rank.call("policy", "load", ShardedFiles(directory), ("weights",))
     weights = float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
     assert float(torch.rand(())) == expected, "the generators were touched"
-    return weights, rank.roles["policy"].optimizer_steps
+    return weights, rank.roles["policy"].optimizers.steps
 
 
 def all_weights(rank: Rank, path: str, directory: str) -> float:
     rank.build(roles(rank.cfg, ["policy"]), path)
     rank.call("policy", "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
-    assert rank.roles["policy"].optimizer_steps > 0
+    assert rank.roles["policy"].optimizers.steps > 0
     return float(sum(p.full_tensor().double().abs().sum() for p in rank.roles["policy"].module.parameters()))
 
 
@@ -176,11 +176,11 @@ def save_while_copying_is_held(rank: Rank, path: str, directory: str) -> tuple[f
     update(rank, "policy", make_batch(), 1)
     policy = rank.roles["policy"]
     before = float(sum(p.full_tensor().double().abs().sum() for p in policy.module.parameters()))
-    wait, held, before_steps = policy.before_weights_change, Path(directory, "held"), policy.optimizer_steps
+    wait, held, before_steps = policy.before_weights_change, Path(directory, "held"), policy.optimizers.steps
 
     def let_copy_and_wait():
         """Let the weights be copied when the first optimizer step is about to change them."""
-        if policy.optimizer_steps == before_steps:
+        if policy.optimizers.steps == before_steps:
             wait_until(held.exists)
             threading.Timer(0.3, held.unlink).start()
         wait()

@@ -1,0 +1,215 @@
+"""Muon: each matrix moves along the nearest orthogonal matrix of its momentum (Jordan et al., 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from trainer.parallel.shard import transformer_blocks
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ROUTERS = ("gate", "router")
+_FUSED = ("qkv", "in_proj", "query_key_value", "c_attn", "kv_a_proj")
+"""Names of layers whose rows belong to several projections, in an order that only the model's code knows."""
+
+Split = Callable[[Tensor], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that Muon trains: a matrix, or a stack of them, one for each expert."""
+
+    name: str
+    parameter: nn.Parameter
+    split: Split = lambda tensor: (tensor,)
+    """Returns views `(…, m, n)` of the matrices that are fused in a tensor of the parameter's shape."""
+
+
+def muon_matrices(module: nn.Module) -> list[Matrix]:
+    """Return the trained matrices of the blocks: linear layers, and experts.
+
+    Embeddings, heads, norms, biases, routers, convolutions, adapters and fused projections of unknown order are none.
+    """
+    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    found = [matrix for block in transformer_blocks(module) for matrix in _matrices_of(block)]
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        Matrix(names[id(matrix.parameter)], matrix.parameter, matrix.split)
+        for matrix in found
+        if matrix.parameter.requires_grad and id(matrix.parameter) not in embeddings
+    ]
+
+
+def _matrices_of(block: nn.Module) -> Iterator[Matrix]:
+    for path, layer in block.named_modules():
+        name = path.rpartition(".")[2]
+        if hasattr(layer, "is_concatenated") and hasattr(layer, "is_transposed"):  # experts of transformers
+            for own, parameter in layer.named_parameters(recurse=False):
+                if parameter.ndim == 3 and own == "gate_up_proj" and layer.has_gate:
+                    yield Matrix(own, parameter, _halves(layer.is_concatenated, -1 if layer.is_transposed else -2))
+                elif parameter.ndim == 3:
+                    yield Matrix(own, parameter)
+        elif not isinstance(layer, nn.Linear) or "lora_" in path or name in _ROUTERS or name.endswith("_gate"):
+            continue
+        elif name == "gate_up_proj":
+            yield Matrix(name, layer.weight, _halves(True, -2))
+        elif name == "qkv_proj" and (rows := _attention_rows(block, layer)):
+            yield Matrix(name, layer.weight, lambda tensor, rows=rows: tensor.split(rows, dim=-2))
+        elif not any(fused in name for fused in _FUSED):
+            yield Matrix(name, layer.weight)
+
+
+def _halves(is_concatenated: bool, dim: int) -> Split:
+    if is_concatenated:
+        return lambda tensor: tensor.chunk(2, dim)
+    return lambda tensor: [tensor.unflatten(dim, (-1, 2)).select(dim, i) for i in range(2)]
+
+
+def _attention_rows(block: nn.Module, layer: nn.Linear) -> list[int]:
+    """Return the rows of queries, keys and values of a fused projection; empty: they are not known."""
+    owner = next(m for m in block.modules() if any(child is layer for child in m.children()))
+    config, width = getattr(owner, "config", None), getattr(owner, "head_dim", None)
+    if config is None or width is None:
+        return []
+    rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
+    return rows if sum(rows) == layer.out_features else []
+
+
+def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
+    """Return about the nearest (semi-)orthogonal matrices of `matrices` `(…, m, n)`, with singular values near 1.
+
+    Each is U V' of the singular value decomposition U S V', by a quintic iteration (Jordan et al., Muon, 2024).
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if is_tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with the scale of AdamW's updates, so that AdamW's learning rate stays usable (Liu et al., Moonlight, 2025).
+
+    With gradient g: m = lerp(g, m, momentum); u = lerp(g, m, momentum) with `nesterov`, else m; the parameter becomes
+    `(1 - lr * weight_decay) * parameter - lr * 0.2 * sqrt(max(rows, columns)) * newton_schulz(u)`. Rows and columns
+    are those of each matrix, whatever is fused or stacked with it. A matrix is computed whole, on one of the ranks that
+    hold it, so the result does not depend on their number. Momentum is float32. Momentum is computed on the raw (or
+    clipped) gradient, before the iteration.
+
+    Args:
+        device: where matrices are computed: `cpu` in float32, `cuda` in bfloat16.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[Matrix],
+        device: str,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+    ):
+        self._matrices = {id(matrix.parameter): matrix for matrix in matrices}
+        self._device = device
+        values = {"weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        super().__init__([m.parameter for m in self._matrices.values()], {"lr": lr, **values})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all matrices that have a gradient. Collective over the ranks that hold them."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter, direction in self._directions(parameters, group):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(direction, alpha=-group["lr"])
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first step."""
+        return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
+
+    def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameters with the scaled directions of their updates, which are sharded as they are."""
+        ranks = _sharding_ranks(parameters[0]) if parameters else 1
+        for first in range(0, len(parameters), ranks):  # each rank computes one of these
+            some = parameters[first : first + ranks]
+            updates = [self._momentum(parameter, group) for parameter in some]
+            wholes = [_gathered(update, self._device) for update in updates]
+            for owner, (parameter, update, whole) in enumerate(zip(some, updates, wholes, strict=True)):
+                yield parameter, self._direction(parameter, update, whole, owner, group["ns_steps"])
+
+    def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state |= self.initial_state(parameter)
+        gradient, buffer = parameter.grad.float(), state["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    def _direction(self, parameter: Tensor, update: Tensor, whole: Tensor, owner: int, steps: int) -> Tensor:
+        """Return the direction of one parameter: the owner among the ranks computes it, and sends it to the others."""
+        matrix = self._matrices[id(parameter)]
+        if not isinstance(update, DTensor):
+            return self._orthogonal(matrix, whole, steps).to(parameter.device)
+        mesh, placements = update.device_mesh, update.placements
+        if _has_whole_matrices(update):  # `whole` is what this rank has
+            local = self._orthogonal(matrix, whole, steps).to(parameter.device)
+            return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
+        sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+        group = mesh.get_group(sharded[0]) if len(sharded) == 1 else None
+        if group is None or dist.get_rank(group) == owner:
+            whole = self._orthogonal(matrix, whole, steps)
+        if group is not None:
+            dist.broadcast(whole := whole.contiguous(), group=group, group_src=owner)
+        return _local_part(whole, update).to(parameter.device)
+
+    def _orthogonal(self, matrix: Matrix, whole: Tensor, steps: int) -> Tensor:
+        dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
+        result = torch.empty_like(whole)
+        for source, target in zip(matrix.split(whole), matrix.split(result), strict=True):
+            scale = 0.2 * math.sqrt(max(source.shape[-2:]))
+            target.copy_(newton_schulz(source.to(dtype), steps) * scale if source.numel() else source)
+        return result
+
+
+def _sharding_ranks(parameter: Tensor) -> int:
+    """Return the number of ranks over which a parameter is sharded, if that is one dimension of the mesh; else 1."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return parameter.device_mesh.size(sharded[0]) if len(sharded) == 1 else 1
+
+
+def _has_whole_matrices(update: DTensor) -> bool:
+    """Return whether each rank has whole matrices: the tensor is not sharded, or only along its experts."""
+    return all(p.is_replicate() or (update.ndim == 3 and type(p) is Shard and p.dim == 0) for p in update.placements)
+
+
+def _gathered(update: Tensor, device: str) -> Tensor:
+    """Return the matrices of an update that this rank may compute, on `device`: all, or those that it has whole."""
+    if not isinstance(update, DTensor):
+        return update.to(device)
+    local = update.to_local().to(device)
+    if _has_whole_matrices(update):
+        return local
+    shape, stride = update.shape, update.stride()
+    return DTensor.from_local(local, update.device_mesh, update.placements, shape=shape, stride=stride).full_tensor()
+
+
+def _local_part(whole: Tensor, like: DTensor) -> DTensor:
+    """Return `whole`, which every rank has, sharded as `like` is. No communication."""
+    if any(isinstance(p, Replicate) is False and type(p) is not Shard for p in like.placements):
+        replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+        return replicated.redistribute(placements=like.placements)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
