@@ -132,7 +132,7 @@ MOST_LINES = {
     "inference": (1150, 900),
     "rewards": (1100, 900),
     "sandbox": (1400, 1200),
-    "objectives algorithms learner workers parallel": (5650, 5400),
+    "objectives algorithms learner workers parallel": (6140, 5400),
     "models": (4750, 3400),
     "checkpoint": (4050, 3200),
     "cluster": (2650, 2200),
@@ -164,7 +164,7 @@ def test_a_package_does_not_grow():
     )
 
 
-MOST_KEYS = 165
+MOST_KEYS = 167
 """Rows of `trainer config`, without the copies below `<name>`."""
 
 

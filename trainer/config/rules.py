@@ -203,8 +203,7 @@ def check_policy(config: Config) -> Rules:
     betas = optimizer.betas
     is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
     problem = "trains no adapters, which stay on AdamW; choose adamw, or drop trainer.policy.lora.rank"
-    is_muon = optimizer.name == "muon"
-    yield is_muon and lora.rank is not None, "trainer.policy.optimizer.name", problem
+    yield optimizer.name == "muon" and lora.rank is not None, "trainer.policy.optimizer.name", problem
     yield not is_pair, "trainer.policy.optimizer.betas", "must be two numbers, each at least 0 and below 1"
     for key in changed_keys(lora, LoraConfig(), name):
         yield lora.rank is None, key, f"needs {name}.rank"

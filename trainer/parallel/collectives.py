@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,20 @@ class AxisGroup:
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Send `tensors[i]` to rank i. Return the received tensors in the order of the ranks."""
         return _AllToAll.apply(tensors, self.group)
+
+
+def divide_work(
+    function: Callable[[int, Tensor], Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Return `function(i, tensors[i])`, each of the same shape and dtype as its tensor, on all ranks of `group`.
+
+    Rank i computes the i-th result while the others compute theirs. `tensors` is overwritten. A collective.
+    """
+    rank = dist.get_rank(group)
+    results = [(function(i, own) if i == rank else own).contiguous() for i, own in enumerate(tensors)]
+    for i, result in enumerate(results):
+        dist.broadcast(result, group=group, group_src=i)
+    return results
 
 
 class _AllReduce(torch.autograd.Function):

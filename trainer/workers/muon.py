@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from trainer.parallel.collectives import divide_work
 from trainer.parallel.shard import transformer_blocks
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUTERS = ("gate", "router")
-_FUSED = ("qkv", "in_proj", "query_key_value", "c_attn", "kv_a_proj")
+_FUSED = ("qkv", "in_proj", "query_key_value", "c_attn", "kv_a_proj", "kv_b_proj")
 """Names of layers whose rows belong to several projections, in an order that only the model's code knows."""
+_MOST_WHOLE = 8
+"""Most matrices that a rank has whole at a time."""
 
 Split = Callable[[Tensor], Sequence[Tensor]]
 
@@ -60,8 +64,10 @@ def _matrices_of(block: nn.Module) -> Iterator[Matrix]:
             continue
         elif name == "gate_up_proj":
             yield Matrix(name, layer.weight, _halves(True, -2))
-        elif name == "qkv_proj" and (rows := _attention_rows(block, layer)):
+        elif name == "qkv_proj" and sum(rows := _attention_rows(block, layer)) == layer.out_features:
             yield Matrix(name, layer.weight, lambda tensor, rows=rows: tensor.split(rows, dim=-2))
+        elif name == "q_proj" and _attention_rows(block, layer)[:1] not in ([], [layer.out_features]):
+            continue  # each head's query is followed by its gate
         elif not any(fused in name for fused in _FUSED):
             yield Matrix(name, layer.weight)
 
@@ -73,13 +79,12 @@ def _halves(is_concatenated: bool, dim: int) -> Split:
 
 
 def _attention_rows(block: nn.Module, layer: nn.Linear) -> list[int]:
-    """Return the rows of queries, keys and values of a fused projection; empty: they are not known."""
+    """Return the rows of the queries, keys and values of the attention that has `layer`; empty: they are not known."""
     owner = next(m for m in block.modules() if any(child is layer for child in m.children()))
     config, width = getattr(owner, "config", None), getattr(owner, "head_dim", None)
     if config is None or width is None:
         return []
-    rows = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
-    return rows if sum(rows) == layer.out_features else []
+    return [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
@@ -141,13 +146,21 @@ class Muon(torch.optim.Optimizer):
 
     def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the parameters with the scaled directions of their updates, which are sharded as they are."""
-        ranks = _sharding_ranks(parameters[0]) if parameters else 1
-        for first in range(0, len(parameters), ranks):  # each rank computes one of these
-            some = parameters[first : first + ranks]
-            updates = [self._momentum(parameter, group) for parameter in some]
-            wholes = [_gathered(update, self._device) for update in updates]
-            for owner, (parameter, update, whole) in enumerate(zip(some, updates, wholes, strict=True)):
-                yield parameter, self._direction(parameter, update, whole, owner, group["ns_steps"])
+        by_axis: dict[tuple[DeviceMesh, int] | None, list[Tensor]] = {}
+        for parameter in parameters:
+            by_axis.setdefault(_sharding_axis(parameter), []).append(parameter)
+        for axis, of_axis in by_axis.items():
+            ranks = None if axis is None else axis[0].get_group(axis[1])
+            size = 1 if axis is None else min(axis[0].size(axis[1]), _MOST_WHOLE)
+            for first in range(0, len(of_axis), size):
+                some = of_axis[first : first + size]
+                updates = [self._momentum(parameter, group) for parameter in some]
+                wholes = [_gathered(update, self._device) for update in updates]
+                matrices = [self._matrices[id(parameter)] for parameter in some]
+                compute = partial(self._orthogonal, matrices, group["ns_steps"])
+                results = [compute(0, wholes[0])] if ranks is None else divide_work(compute, wholes, ranks)
+                for parameter, update, result in zip(some, updates, results, strict=True):
+                    yield parameter, _sharded_as(update, result).to(parameter.device)
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
@@ -157,25 +170,9 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _direction(self, parameter: Tensor, update: Tensor, whole: Tensor, owner: int, steps: int) -> Tensor:
-        """Return the direction of one parameter: the owner among the ranks computes it, and sends it to the others."""
-        matrix = self._matrices[id(parameter)]
-        if not isinstance(update, DTensor):
-            return self._orthogonal(matrix, whole, steps).to(parameter.device)
-        mesh, placements = update.device_mesh, update.placements
-        if _has_whole_matrices(update):  # `whole` is what this rank has
-            local = self._orthogonal(matrix, whole, steps).to(parameter.device)
-            return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
-        sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-        group = mesh.get_group(sharded[0]) if len(sharded) == 1 else None
-        if group is None or dist.get_rank(group) == owner:
-            whole = self._orthogonal(matrix, whole, steps)
-        if group is not None:
-            dist.broadcast(whole := whole.contiguous(), group=group, group_src=owner)
-        return _local_part(whole, update).to(parameter.device)
-
-    def _orthogonal(self, matrix: Matrix, whole: Tensor, steps: int) -> Tensor:
-        dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
+    def _orthogonal(self, matrices: Sequence[Matrix], steps: int, index: int, whole: Tensor) -> Tensor:
+        """Return the direction of `matrices[index]` from its gathered update."""
+        dtype, matrix = torch.bfloat16 if self._device == "cuda" else torch.float32, matrices[index]
         result = torch.empty_like(whole)
         for source, target in zip(matrix.split(whole), matrix.split(result), strict=True):
             scale = 0.2 * math.sqrt(max(source.shape[-2:]))
@@ -183,12 +180,15 @@ class Muon(torch.optim.Optimizer):
         return result
 
 
-def _sharding_ranks(parameter: Tensor) -> int:
-    """Return the number of ranks over which a parameter is sharded, if that is one dimension of the mesh; else 1."""
-    if not isinstance(parameter, DTensor):
-        return 1
+def _sharding_axis(parameter: Tensor) -> tuple[DeviceMesh, int] | None:
+    """Return the mesh and its dimension over which matrices are cut, so that its ranks can divide the work.
+
+    None: each rank computes the matrices that it has whole, or (cut along several dimensions) all.
+    """
+    if not isinstance(parameter, DTensor) or _has_whole_matrices(parameter):
+        return None
     sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    return parameter.device_mesh.size(sharded[0]) if len(sharded) == 1 else 1
+    return (parameter.device_mesh, sharded[0]) if len(sharded) == 1 else None
 
 
 def _has_whole_matrices(update: DTensor) -> bool:
@@ -207,9 +207,15 @@ def _gathered(update: Tensor, device: str) -> Tensor:
     return DTensor.from_local(local, update.device_mesh, update.placements, shape=shape, stride=stride).full_tensor()
 
 
-def _local_part(whole: Tensor, like: DTensor) -> DTensor:
-    """Return `whole`, which every rank has, sharded as `like` is. No communication."""
-    if any(isinstance(p, Replicate) is False and type(p) is not Shard for p in like.placements):
-        replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-        return replicated.redistribute(placements=like.placements)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def _sharded_as(like: Tensor, result: Tensor) -> Tensor:
+    """Return `result`, computed from `_gathered(like)`, sharded as `like` is. No communication."""
+    if not isinstance(like, DTensor):
+        return result
+    mesh, placements = like.device_mesh, like.placements
+    if _has_whole_matrices(like):
+        return DTensor.from_local(result, mesh, placements, shape=like.shape, stride=like.stride())
+    if any(not placement.is_replicate() and type(placement) is not Shard for placement in placements):
+        return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+            placements=placements
+        )
+    return distribute_tensor(result, mesh, placements, src_data_rank=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -75,7 +76,8 @@ class Optimizers:
         self.config = config
         self.total_steps = steps
         self.steps = 0
-        if with_trial and config.name not in OPTIMIZERS:
+        self._is_built_in = config.name in OPTIMIZERS
+        if with_trial and not self._is_built_in:
             _try_custom(config, mesh)
         self.all = make_optimizers(module, config, mesh.device_type)
         self._configured = [[_settings(group) for group in one.param_groups] for one in self.all]
@@ -85,7 +87,7 @@ class Optimizers:
         lr = self.configure()
         self.make_states()
         for optimizer in self.all:
-            if not _is_known(optimizer):
+            if not self._is_built_in:
                 if self.steps == 0:
                     optimizer.state.clear()
                 for parameter in _parameters_of(optimizer):  # so that each gets a state, as checkpoints expect
@@ -103,14 +105,13 @@ class Optimizers:
     def configure(self) -> float:
         """Set every parameter group to the values of the config; returns the learning rate of the next step.
 
-        A checkpoint has its own values, which the config replaces. Each group keeps its ratio to the learning rate.
+        A checkpoint has its own values, which the config replaces. The schedule acts on each group's learning rate.
         """
-        lr = learning_rate(self.config, self.steps, self.total_steps)
-        factor = lr / self.config.lr if self.config.lr else 0.0
         for optimizer, settings in zip(self.all, self._configured, strict=True):
             for group, values in zip(optimizer.param_groups, settings, strict=True):
-                group |= {**values, "lr": values["lr"] * factor}
-        return lr
+                config = dataclasses.replace(self.config, lr=values["lr"])
+                group |= {**values, "lr": learning_rate(config, self.steps, self.total_steps)}
+        return learning_rate(self.config, self.steps, self.total_steps)
 
     def make_states(self) -> None:
         """Make the states that are missing, at step 0 and equal to those that the first step makes.
@@ -119,8 +120,8 @@ class Optimizers:
         torch would make them by a step with the learning rate 0, which counts in the bias correction of later steps.
         For an optimizer of the user it does so, and `step` drops these states before the first step.
         """
-        for optimizer in self.all:
-            for parameter in _parameters_of(optimizer) if _is_known(optimizer) else ():
+        for optimizer in self.all if self._is_built_in else ():
+            for parameter in _parameters_of(optimizer):
                 if parameter not in optimizer.state:
                     optimizer.state[parameter] = _initial_state(optimizer, parameter)
 
@@ -131,8 +132,8 @@ class Optimizers:
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         """Restore the states after `steps` optimizer steps."""
-        strict = all(map(_is_known, self.all))  # those of the user may have no state, as SGD without momentum
-        options = StateDictOptions(strict=strict)
+        # Those of the user may have no state, as SGD without momentum.
+        options = StateDictOptions(strict=self._is_built_in)
         set_optimizer_state_dict(self.module, self.all, dict(state), options=options)
         self.steps = steps
         self.configure()
@@ -190,7 +191,10 @@ def _try_custom(config: OptimizerConfig, mesh: DeviceMesh) -> None:
     """
 
     def made() -> tuple[nn.Module, Optimizers]:
-        module = nn.Sequential(nn.Linear(64, 33, device=mesh.device_type), nn.Linear(33, 1, device=mesh.device_type))
+        with torch.device(mesh.device_type):  # names as those of a language model, because a function may go by them
+            layers = nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(64, 33), "input_layernorm": nn.LayerNorm(33)})])
+            inner = nn.ModuleDict({"embed_tokens": nn.Embedding(5, 64), "layers": layers, "norm": nn.LayerNorm(33)})
+            module = nn.ModuleDict({"model": inner, "lm_head": nn.Linear(33, 5, bias=False)})
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
@@ -239,11 +243,6 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer is one whose initial state is known."""
-    return type(optimizer) in (torch.optim.AdamW, Muon)
 
 
 def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

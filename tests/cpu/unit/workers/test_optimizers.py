@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
-from transformers import Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Phi3Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from tests.support.architectures import ALL, CONVERTED, SHAPE, random_model
 from tests.support.ranks import run_ranks
@@ -21,7 +21,7 @@ from tests.support.training import config
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import UserError
-from trainer.workers.muon import newton_schulz
+from trainer.workers.muon import muon_matrices, newton_schulz
 from trainer.workers.optimizer_check import check_optimizers
 from trainer.workers.rank import Rank
 
@@ -130,6 +130,19 @@ def test_muon_is_its_formula_on_any_number_of_ranks_and_leaves_the_rest_to_adamw
     assert {"o_proj", "down_proj"} <= orthogonalised and "embed_tokens" not in orthogonalised
 
 
+def test_queries_that_hold_gates_and_latent_projections_stay_on_adamw():
+    shape = {**SHAPE, "num_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 2}
+    for model, kept in [
+        (Qwen3NextConfig(**shape, shared_expert_intermediate_size=16), {"q_proj", "gate", "shared_expert_gate"}),
+        (CONVERTED["deepseek_v3"], {"kv_a_proj_with_mqa", "kv_b_proj"}),
+    ]:
+        module = random_model(model, "eager")
+        linear = {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+        found = {matrix.name.rpartition(".")[0].rpartition(".")[2] for matrix in muon_matrices(module)}
+        assert kept <= linear | {"gate"} and not kept & found
+        assert {"o_proj", "down_proj"} <= found
+
+
 def test_newton_schulz_in_float64():
     """Values of the original iteration, computed with numpy."""
     matrix = torch.tensor([[3.0, 0, 1], [0, 2, -1]], dtype=torch.float64)
@@ -169,9 +182,10 @@ class Forgetful(Lion):
 
 
 def halves(parameters: list[tuple[str, nn.Parameter]], lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Two optimizers with learning rates of their own, one of them with lazy states."""
-    vectors = [p for _, p in parameters if p.ndim < 2]
-    return [Lion([p for _, p in parameters if p.ndim > 1], lr / 2, weight_decay), torch.optim.SGD(vectors, lr=lr)]
+    """Optimizers with learning rates of their own, one of them without states, one with more states than AdamW's."""
+    vectors, matrices = ([p for _, p in parameters if (p.ndim < 2) is is_vector] for is_vector in (True, False))
+    amsgrad = torch.optim.AdamW(matrices[:1], lr=lr, weight_decay=weight_decay, amsgrad=True)
+    return [Lion(matrices[1:], lr / 2, weight_decay), amsgrad, torch.optim.SGD(vectors, lr=lr)]
 
 
 def one_of_all(parameters: list[tuple[str, nn.Parameter]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
