@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -194,7 +195,7 @@ def _try_custom(config: OptimizerConfig, mesh: DeviceMesh) -> None:
         with torch.device(mesh.device_type):  # names as those of a language model, because a function may go by them
             layers = nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(64, 33), "input_layernorm": nn.LayerNorm(33)})])
             inner = nn.ModuleDict({"embed_tokens": nn.Embedding(5, 64), "layers": layers, "norm": nn.LayerNorm(33)})
-            module = nn.ModuleDict({"model": inner, "lm_head": nn.Linear(33, 5, bias=False)})
+            module = nn.Sequential(OrderedDict(model=inner, lm_head=nn.Linear(33, 5, bias=False)))
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
