@@ -27,7 +27,6 @@ from trainer.run.directory import RunDirectory
 from trainer.run.run_metadata import record_start
 from trainer.run.state import OnStep, StopRequest
 from trainer.tasks.base import Task, make_trainer
-from trainer.workers.optimizer_check import check_optimizers
 
 LOG = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
         if _is_finished(directory, total, exports):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
-        check_optimizers(cfg)
         try:
             task.check_inputs(asks_servers=True)
         except TrialError as error:

@@ -80,12 +80,14 @@ def _check_machine(cfg: Config) -> str:
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"), importing():
         from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
+        from trainer.objectives.optimizer_check import check_optimizers
         from trainer.parallel.mesh import pick_device
     _use_one_thread()
     with stage("checking the config"):
         device = pick_device(cfg.trainer.device, cfg.engine if cfg.task.generates else None)
         _check_devices(cfg, device)
         make_objective(cfg).check()
+        check_optimizers(cfg)
     return device
 
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from trainer.config import OptimizerConfig
 from trainer.errors import UserError
 from trainer.import_utils import import_function, user_code
+from trainer.objectives.optimizer_check import KEY
 from trainer.workers.muon import Muon, muon_matrices
-from trainer.workers.optimizer_check import KEY
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -21,8 +21,8 @@ from tests.support.training import config
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import UserError
+from trainer.objectives.optimizer_check import check_optimizers
 from trainer.workers.muon import muon_matrices, newton_schulz
-from trainer.workers.optimizer_check import check_optimizers
 from trainer.workers.rank import Rank
 
 MODELS = {

@@ -1,4 +1,4 @@
-"""Check the optimizers that a config names, before anything expensive starts. Cheap to import."""
+"""Check the optimizers that a config names, before anything expensive starts."""
 
 from __future__ import annotations
 
