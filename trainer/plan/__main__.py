@@ -11,7 +11,8 @@ from trainer.process.log_setup import guard_output, show
 _HELP = """usage: trainer plan [GROUP=CHOICE ...] [KEY=VALUE ...] [plan.gpus=CLUSTER]
 
 Print what a run with these overrides needs, without a GPU and without starting it: memory of each rank and engine by
-phase and kind, host memory, disk, and the time of a step. The first sentence says whether the run fits.
+phase and kind, host memory, disk, and the time of a step. The first sentence says whether the run fits, and which of a
+few whole layouts is the best if it does not, or if another one is faster.
 
   plan.gpus       8xH100 (one node of eight), 4x8xH100 (four such nodes), or cpu, this machine
   model.path      a directory with a config.json, an id of the Hub, or a shape that comes with the project:
@@ -37,11 +38,13 @@ def _plan(cfg: Config) -> None:
     from trainer.config.hydra import words_given
     from trainer.config.overrides import refuse_unread
     from trainer.plan.hardware import parse_cluster
+    from trainer.plan.layouts import timed_layouts
     from trainer.plan.plan import make_plan
     from trainer.plan.report import as_text
 
     refuse_unread([word for word in words_given() if not word.lstrip("+").startswith("plan.")], cfg)
-    show(as_text(cfg, make_plan(cfg, parse_cluster(cfg.plan.gpus))))
+    cluster = parse_cluster(cfg.plan.gpus)
+    show(as_text(cfg, make_plan(cfg, cluster), timed_layouts(cfg, cluster)))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
     Raises:
         UserError: the model cannot be split so, or has an architecture that cannot be planned.
     """
-    if (key := shape_key(cfg, role, sizes)) in _built:  # each role asks, and its traces
+    if (key := shape_key(cfg, role, sizes)) in _built:  # each layout asks
         return _built[key]
     config = find_config(cfg, role)
     text, setting = config.get_text_config(), f"{role.key}={role.path or cfg.model.path}"

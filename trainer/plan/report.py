@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Iterable, Sequence
 
@@ -14,27 +15,43 @@ from trainer.config import Config
 from trainer.models.model_check import read_verdict, verdict_file
 from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import GB
+from trainer.plan.layouts import Changes, Layout
 from trainer.plan.plan import Plan
 from trainer.plan.ranks import KINDS
 
 _WIDTH = 160
+_FASTER = 0.95
+"""Share of the step of the config that a layout must stay below to be named."""
 
 
-def verdict(plan: Plan) -> str:
-    """Return one sentence: whether the run fits, and how long it takes."""
+def verdict(plan: Plan, best: Layout | None) -> str:
+    """Return one sentence: whether the run fits, and the best layout if it does not, or if that is faster."""
     if plan.fits:
         used = "" if plan.cluster.device.is_cpu else f", takes {plan.gpus} of {plan.cluster.gpus} GPUs"
-        return f"It fits {plan.cluster}{used}: {_duration(plan.time.total)} a step, {plan.hours:.1f} hours."
-    return f"It does not fit {plan.cluster}: {plan.problems[0]}; docs/scale.md lists what to try."
+        sentence = f"It fits {plan.cluster}{used}: {_duration(plan.time.total)} a step, {plan.hours:.1f} hours"
+        if best is not None and best.changes and best.plan.time.total < _FASTER * plan.time.total:
+            sentence += f"; {_duration(best.plan.time.total)} a step with {words(best.changes)}"
+        return f"{sentence}."
+    sentence = f"It does not fit {plan.cluster}: {plan.problems[0]}"
+    if best is None:
+        return f"{sentence}; none of the layouts that plan tries makes it fit."
+    return f"{sentence}; it fits with {words(best.changes)}: {_duration(best.plan.time.total)} a step."
 
 
-def as_text(cfg: Config, plan: Plan) -> str:
-    """Return the verdict, and the tables of memory, time and disk."""
+def words(changes: Changes) -> str:
+    """Return changes as overrides of a command line."""
+    return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items())
+
+
+def as_text(cfg: Config, plan: Plan, layouts: Sequence[Layout]) -> str:
+    """Return the verdict, and the tables of memory, time, disk and layouts (see `timed_layouts`)."""
+    best = next((layout for layout in layouts if layout.fits), None)
     console = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False)
-    console.print(verdict(plan), soft_wrap=True)
+    console.print(verdict(plan, best), soft_wrap=True)
     for problem in plan.problems[1:]:
         console.print(f"Also: {problem}.", soft_wrap=True)
     console.print("", _memory(plan), _table("Time of a step", _times(plan)), _table("Sizes", _sizes(plan)))
+    console.print(_table("Layouts: the time of a step, and whether it fits", _rows_of(layouts)))
     for note in notes(cfg, plan):
         console.print(f"Note: {note}", soft_wrap=True)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
@@ -110,6 +127,12 @@ def _sizes(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "a checkpoint", f"{_gb(disk.checkpoint)} GB, {save}"
     yield "an export", f"{_gb(disk.export)} GB"
     yield "disk", f"{_gb(disk.total)} GB for what is kept: {disk.kept} checkpoints (trainer.max_ckpts_to_keep), exports"
+
+
+def _rows_of(layouts: Iterable[Layout]) -> Iterable[tuple[str, str, str]]:
+    for layout in layouts:
+        state = "fits" if layout.fits else layout.plan.problems[0] if layout.plan.problems else "not checked"
+        yield layout.name, _duration(layout.plan.time.total), state
 
 
 def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:

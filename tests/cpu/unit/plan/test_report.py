@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from pathlib import Path
@@ -15,27 +16,41 @@ from tests.support.pages import ROOT
 from trainer.models.model_check import Verdict, keep_verdict, verdict_file
 from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import COMPILED_KEEPS, Cluster
+from trainer.plan.layouts import Layout
 from trainer.plan.plan import make_plan
-from trainer.plan.report import as_text, notes, verdict
+from trainer.plan.report import as_text, notes, verdict, words
 
 PAGE = (ROOT / "docs/scale.md").read_text()
 
 
 def test_the_verdict_comes_first(cfg, node):
     plan = make_plan(cfg, node)
-    sentence = verdict(plan)
+    layout = Layout("as configured", {}, plan, True)
+    sentence = verdict(plan, layout)
     assert sentence.startswith("It fits 8 H100, takes 8 of 8 GPUs: ") and sentence.endswith(" hours.")
-    text = as_text(cfg, plan)
+    slow = dataclasses.replace(plan, time=dataclasses.replace(plan.time, phases={"update": 150.0}))
+    text = as_text(cfg, plan, [layout, Layout("shared", {}, slow)])
     assert text.splitlines()[0] == sentence
     for part in ("rank and engine", "(x8)", "update of the policy", "KV cache", "a checkpoint", "disk"):
         assert part in text
     assert "come from data sheets" in text
     words = " ".join(text.split())
+    assert f"as configured {plan.time.total:.3g} s fits shared 150 s not checked" in words
     assert "256 tokens of a prompt and 256 of a response on average (plan.prompt_tokens, plan.resp" in words
     assert max(map(len, text.partition("Time of")[0].splitlines())) <= 160
+
+
+def test_the_best_layout_is_named_if_the_run_does_not_fit_or_it_is_faster(cfg, node):
+    fits = make_plan(cfg, node, traced=False)
     cfg.model.path = "meta-llama/Llama-3.3-70B-Instruct"
     plan = make_plan(cfg, node, traced=False)
-    assert verdict(plan) == f"It does not fit 8 H100: {plan.problems[0]}; docs/scale.md lists what to try."
+    best = Layout("shared", {"trainer.offload": "all"}, fits, True)
+    assert "; it fits with trainer.offload=all: " in verdict(plan, best)
+    assert verdict(plan, None).endswith("; none of the layouts that plan tries makes it fit.")
+    cfg.model.path = "Qwen/Qwen3-8B"
+    assert verdict(make_plan(cfg, node, traced=False), best).endswith(" a step with trainer.offload=all.")
+    assert verdict(fits, best).endswith(" hours.")
+    assert words({"a.b": True, "c": 2, "d": "all", "e": None}) == "a.b=true c=2 d=all e=null"
 
 
 def test_notes_name_what_counts_as_nothing_or_was_not_measured(cfg, node, save_config):
