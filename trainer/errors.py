@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _LONGEST_TEXT = 200
 _NO_ACCESS = (errno.EACCES, errno.EPERM)
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 RESTART_HINT = "restart the job with the same command"
 
 
@@ -130,7 +130,7 @@ def text_of(error: BaseException) -> str:
 
 
 def is_disk_unwritable(error: BaseException) -> bool:
-    """Return whether `error` reports that a disk or a quota is full, or that a file system is read-only."""
+    """Return whether `error` says that a disk, a quota or `ulimit -f` is full, or a file system read-only."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 

@@ -207,8 +207,8 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, OSError) and is_disk_unwritable(error):
         return Outcome(
             1,
-            f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); free space on the disk, "
-            f"or repair it, and then {CONTINUES}",
+            f"{error.filename or 'a file of the run'}: cannot be written ({error.strerror}); make room on the disk "
+            f"(or in a quota, or `ulimit -f`), or repair it, and then {CONTINUES}",
         )
     if isinstance(error, OSError) and error.filename and error.errno in _ODD_FILES:
         return Outcome(2, sentence_of(error))

@@ -42,11 +42,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        messages: Sequence[Message],
-        limit: float = math.inf,
-        reader: TemplateTools | None = None,
+        self, tokenizer: Any, messages: Sequence[Message], limit: float = math.inf, reader: TemplateTools | None = None
     ):
         self._tokenizer = tokenizer
         self._limit = limit

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
-from trainer.errors import (
-    RESTART_HINT,
-    FailureSource,
-    UserError,
-    WorkerError,
-    describe_error,
-    set_failure_source,
-)
+from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, describe_error, set_failure_source
 from trainer.generation.dispatcher import Dispatcher
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.engines import Engines, engine_builder

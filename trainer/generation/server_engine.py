@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import tempfile
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": lambda value: is_number(value) and value > 0}
 _LARGEST_ANSWER = 1 << 20  # bytes of an answer that is no stream of completions
+_TOKEN_BYTES = 40  # most bytes of a completion in a line of the answer, for each token
 _ATTEMPTS = 3
 """Attempts of a request that cannot reach the server, before the server counts as lost."""
 _PIECE = 1 << 20
@@ -59,11 +61,14 @@ class ServerEngine:
         self._job = job.of_process(index)
         self._client = httpx.Client(
             base_url=self.url,
-            headers=_authorization(),
+            headers={"Accept-Encoding": "identity", **_authorization()},
             timeout=httpx.Timeout(time_limits.SERVER_SILENCE_S, connect=time_limits.SERVER_CONNECT_S),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,  # a proxy for the internet is no way to a server of the cluster
         )
+        sizes = [size for name, size in job.architecture.items() if name.endswith("vocab_size") and is_number(size)]
+        self._vocab = max(sizes, default=math.inf)
+        self._version = -1  # of the weights that the server has, or gets now
         self._batches = 0  # number of the last batch before the last abort
         self._pending: set[int] = set()
         self._sending = threading.Condition()  # only one batch, or new weights, are sent at a time
@@ -125,7 +130,7 @@ class ServerEngine:
         batch = object()
         with self._sending:
             self._unsent.add(batch)
-        arguments = (batch, self._batches, ordered)
+        arguments = (batch, self._batches, ordered, self._version)
         threading.Thread(target=self._read_batch, args=arguments, name="batch", daemon=True).start()
 
     def interrupt(self) -> None:
@@ -148,9 +153,9 @@ class ServerEngine:
         self._pending -= result.keys()
         return result
 
-    def _read_batch(self, batch: object, number: int, requests: Mapping[int, Request]) -> None:
-        """Send a batch, and queue its completions, or why they do not come."""
-        missing = set(requests)
+    def _read_batch(self, batch: object, number: int, requests: Mapping[int, Request], oldest: int) -> None:
+        """Send a batch, and queue its completions, or why they do not come. `oldest`: version of the weights now."""
+        missing = dict(requests)
         try:
             for line in self._send(batch, number, requests):
                 if number != self._batches:
@@ -159,14 +164,16 @@ class ServerEngine:
                     continue
                 with self._answers():
                     completions = protocol.decode_completions(line)
-                missing -= completions.keys()
+                    for one, completion in completions.items():
+                        versions = oldest, self._version
+                        protocol.check_completion(completion, missing.pop(one, None), versions, self._vocab)
                 self._results.put((number, completions))
             if missing and number == self._batches:
                 raise self._lost(f"the answer has ended without {len(missing)} completions")
         except Exception as error:
             self._results.put((number, error))
 
-    def _send(self, batch: object, number: int, requests: Mapping[int, Request]) -> Iterator[str]:
+    def _send(self, batch: object, number: int, requests: Mapping[int, Request]) -> Iterator[bytes]:
         """Send a batch unless it has been aborted, and yield the lines of the answer.
 
         New weights wait until the server has the batch, and the batch waits until the server has the new weights.
@@ -178,7 +185,8 @@ class ServerEngine:
                 raise UserError(
                     f"rollout.urls: {self.url} takes {most} of requests at a time; use shorter prompts or more servers"
                 )
-            lines = self._stream(protocol.GENERATE, body)
+            tokens = sum(request.sampling.max_tokens for request in requests.values())
+            lines = self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens)
             with self._sending:
                 if number != self._batches:
                     return
@@ -194,6 +202,7 @@ class ServerEngine:
         if running == "abort":
             self._batches += 1
             self._pending.clear()
+        self._version = version
         try:
             self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
         finally:
@@ -242,7 +251,7 @@ class ServerEngine:
             self._shared = None
 
     def _update(self, message: Mapping[str, Any]) -> None:
-        answer = ""
+        answer = b""
         for line in self._stream(protocol.WEIGHTS, json.dumps(message).encode()):
             answer = line or answer
         if not answer:
@@ -290,7 +299,7 @@ class ServerEngine:
         self._client.close()
 
     def _renew(self) -> None:
-        every_s = min(self._lease["lease_s"] / 4, time_limits.SERVER_POLL_S)
+        every_s = min(max(self._lease["lease_s"] / 4, time_limits.POLL_INTERVAL_S), time_limits.SERVER_POLL_S)
         while not self._ended.wait(every_s):
             try:
                 try:
@@ -319,12 +328,21 @@ class ServerEngine:
                 time.sleep(time_limits.SERVER_RETRY_S)
         raise AssertionError
 
-    def _stream(self, path: str, body: bytes) -> Iterator[str]:
-        """Post `body`, and yield an empty line once the server has it, then the lines of the answer."""
+    def _stream(self, path: str, body: bytes, most: int = _LARGEST_ANSWER) -> Iterator[bytes]:
+        """Post `body`, and yield an empty line once the server has it, then the lines of the answer (`most` bytes)."""
         with self._answers(), self._client.stream("POST", path, content=body, headers=self._headers) as response:
             self._checked(response)
-            yield ""
-            yield from response.iter_lines()
+            yield b""
+            rest = bytearray()
+            for piece in response.iter_raw():
+                *lines, tail = piece.split(b"\n")
+                for line in lines:
+                    yield bytes(rest + line)
+                    rest.clear()
+                rest += tail
+                if len(rest) > most:
+                    raise ValueError("a line of the answer is too long")
+            yield bytes(rest)
 
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:
@@ -342,7 +360,8 @@ class ServerEngine:
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"rollout.urls: {self.url} is no inference server of this project") from error
+            sentence = f"rollout.urls: {self.url} is no inference server of this project"
+            raise UserError(f"{sentence} ({one_line(str(error))})") from error
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code == 200:
@@ -367,7 +386,8 @@ class ServerEngine:
             case protocol.REFUSED:
                 return UserError(f"rollout.urls: {self.url} {text}")
             case protocol.IN_USE:
-                return _InUseError(f"rollout.urls: {self.url} {text}", float(answer.get("left_s", 0)))
+                left_s = answer.get("left_s")
+                return _InUseError(f"rollout.urls: {self.url} {text}", left_s if is_number(left_s) else 0.0)
             case protocol.ABSENT:
                 return _AbsentError(text)
             case _:
@@ -397,7 +417,7 @@ def leave_servers(urls: Sequence[str], job: Job) -> None:
 def _read(response: httpx.Response) -> bytes:
     """Return the body of a short answer. Raises ValueError if it is longer: a foreign server may send without end."""
     body = b""
-    for piece in response.iter_bytes():
+    for piece in response.iter_raw():
         if len(body := body + piece) > _LARGEST_ANSWER:
             raise ValueError("the answer is too long")
     return body

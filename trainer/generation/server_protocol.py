@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.model import ModelConfig
+from trainer.files.documents import parse_json
 from trainer.generation.engine import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -144,15 +145,37 @@ def decode_completions(line: str | bytes) -> dict[int, Completion]:
         ValueError: they are no completions.
     """
     try:
-        return {int(number): _completion(*fields) for number, *fields in json.loads(line)}
-    except TypeError as error:
+        return {int(number): _completion(*fields) for number, *fields in parse_json(line)}
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"no completions ({error})") from error
+
+
+def check_completion(completion: Completion, request: Request | None, versions: tuple[int, int], vocab: float) -> None:
+    """Raise a ValueError unless `completion` may be that of `request`; None: nobody waits for it.
+
+    Args:
+        versions: the oldest and the newest weights that may have generated it.
+        vocab: number of tokens of the model.
+    """
+    tokens, used, spans = completion.token_ids, completion.weight_versions, completion.version_spans
+    if request is None or completion.finish_reason not in ("stop", "length"):
+        raise ValueError("a completion that nobody waits for, or that has not ended")
+    if not 0 < len(tokens) <= request.sampling.max_tokens or not 0 <= tokens.min() <= tokens.max() < vocab:
+        raise ValueError(f"{len(tokens)} tokens, more than were asked for, or some that the model does not have")
+    if not versions[0] <= used[0] <= used[1] <= versions[1]:
+        raise ValueError(f"tokens of the weights {used}, expected {versions}")
+    if spans and (sum(size for _, size in spans) != len(tokens) or not {*used} <= {version for version, _ in spans}):
+        raise ValueError("parts of several weights that are not the tokens")
 
 
 def _completion(tokens: str, logprobs: str, reason: str, versions: list[int], spans: list[list[int]]) -> Completion:
     oldest, newest = map(int, versions)
     completion = Completion(
-        _unpacked(tokens, "<i4"), _unpacked(logprobs, "<f4"), reason, (oldest, newest), tuple(map(tuple, spans))
+        _unpacked(tokens, "<i4"),
+        _unpacked(logprobs, "<f4"),
+        reason,
+        (oldest, newest),
+        tuple((int(version), int(size)) for version, size in spans),
     )
     if len(completion.token_ids) != len(completion.logprobs):
         raise ValueError("not as many log-probs as tokens")
@@ -230,14 +253,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def find_difference(served: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """Return how the model of a job differs from the one that a server serves; None: it does not.
-
-    Versions of transformers differ in the names that they know, so only names that both have are compared.
-    """
-    for name in sorted(served.keys() & wanted.keys()):
-        if served[name] != wanted[name]:
-            return f"serves another model: {name} is {served[name]!r} there, and {wanted[name]!r} in this job"
-    return None

@@ -259,11 +259,7 @@ class StreamedTransport(Transport):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {
-            "device": self.ends.device,
-            "timeout_s": time_limits.COLLECTIVE_S,
-            "bucket_bytes": BUCKET_BYTES,
-        }
+        return {"device": self.ends.device, "timeout_s": time_limits.COLLECTIVE_S, "bucket_bytes": BUCKET_BYTES}
 
 
 class BroadcastTransport(StreamedTransport):

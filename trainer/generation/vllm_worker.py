@@ -15,11 +15,7 @@ from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -23,9 +23,9 @@ from aiohttp import web
 from trainer.errors import UserError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.server_protocol import Job, error_body, find_difference, with_signs_of_life
+from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
 from trainer.inference.backend import Backend
-from trainer.inference.lease import InUseError, Lease, RefusedError
+from trainer.inference.lease import InUseError, Lease, RefusedError, find_difference
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""

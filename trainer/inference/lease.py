@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainer.generation.server_protocol import Job, owners_of
 
@@ -92,3 +93,14 @@ class Lease:
         self._gone.append(owner)
         if self.job is not None and owner in owners_of(self.job.owner):
             self.job = None
+
+
+def find_difference(served: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Return how the model of a job differs from the one that a server serves; None: it does not.
+
+    Versions of transformers differ in the names that they know, so only names that both have are compared.
+    """
+    for name in sorted(served.keys() & wanted.keys()):
+        if served[name] != wanted[name]:
+            return f"serves another model: {name} is {served[name]!r} there, and {wanted[name]!r} in this job"
+    return None

@@ -164,11 +164,7 @@ class Journal:
         return digest(self._of(history), self._settings.rollouts, step, *decides)
 
     def add(
-        self,
-        step: int,
-        groups: Mapping[str, Sequence[Episode]],
-        history: str | None = None,
-        version: int | None = None,
+        self, step: int, groups: Mapping[str, Sequence[Episode]], history: str | None = None, version: int | None = None
     ) -> None:
         """Begin to write finished episodes or groups, by key. They appear in one file, so all of them are kept or none.
 

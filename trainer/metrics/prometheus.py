@@ -6,9 +6,11 @@ loop for a scrape, and an error of a request ends that request alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +63,6 @@ class MetricsServer(Sink):
         self._registry.register(self)
         listener = listen(host, port, f"{_KEY}={host}:{port}")
         self._server = _Server(listener.getsockname()[:2], _Handler, bind_and_activate=False)
-        self._server.free = threading.Semaphore(min(64, most_connections()))
         self._server.socket.close()
         self._server.socket, self._server.daemon_threads = listener, True
         self._server.answer = self._answer  # type: ignore[attr-defined]
@@ -153,16 +154,28 @@ class _Server(ThreadingHTTPServer):
     """Answers few requests at a time, and closes further connections: the descriptors are the run's."""
 
     request_queue_size = 1024
-    free: threading.Semaphore
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._most = min(64, most_connections())
+        self._open: dict[socket.socket, float] = {}  # connections, and when they were accepted
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self.free.acquire(blocking=False)
+        if len(self._open) >= self._most:
+            return False
+        self._open[request] = time.monotonic()
+        return True
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.free.release()
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)  # whoever calls this: also when no thread could start
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that take too long: a client may send, or take, one byte at a time."""
+        for request, began in list(self._open.items()):
+            if time.monotonic() > began + time_limits.SCRAPE_S:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -167,7 +167,7 @@ class Saves:
         message = f"the checkpoint of step {step} FAILED ({error}); the last good one is {self.last_good or 'none yet'}"
         if self._failures > FAILURES_ALLOWED and not last:
             raise UserError(
-                f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row; free space on "
-                f"the disk, or repair it, and then {CONTINUES}"
+                f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row; free space "
+                f"or raise the quota there, or repair it, and then {CONTINUES}"
             )
         LOG.warning(message if last else f"{message}; training continues")

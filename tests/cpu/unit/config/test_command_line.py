@@ -204,6 +204,6 @@ def test_a_full_disk_of_the_run_directory_is_one_sentence_with_status_1(tmp_path
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 1, done.stderr
     assert done.stderr == (
-        f"error: {disk}/{file}: cannot be written (No space left on device); free space on the disk, or repair it, "
-        "and then the same command with trainer.resume_mode=latest continues the run\n"
+        f"error: {disk}/{file}: cannot be written (No space left on device); make room on the disk (or in a quota, or "
+        "`ulimit -f`), or repair it, and then the same command with trainer.resume_mode=latest continues the run\n"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +71,23 @@ def test_lines_for_which_a_full_disk_has_no_room_are_written_later(tmp_path, cap
         file.sync()
         assert path.read_bytes() == b"".join(lines)
         assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_lines_beyond_a_limit_on_the_size_of_files_wait_too(tmp_path, caplog):
+    file, limits = AppendedFile(str(tmp_path / "lines")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        for line in (b"1234567\n", b"12\n", b"3\n"):  # the limit is the end of the first one
+            file.append(line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "lines").read_bytes() == b"1234567\n"
+    file.sync()
+    assert (tmp_path / "lines").read_bytes() == b"1234567\n12\n3\n"
+    text = outcome_of(OSError(errno.EFBIG, os.strerror(errno.EFBIG), "x")).text
+    assert text.startswith(
+        "x: cannot be written (File too large); make room on the disk (or in a quota, or `ulimit -f`)"
+    )
 
 
 def test_threads_append_complete_lines(tmp_path):

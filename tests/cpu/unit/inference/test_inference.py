@@ -37,6 +37,7 @@ from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
 from trainer.generation import server_protocol as protocol
+from trainer.generation.engine import Completion
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _environment, _mapped_segments
 from trainer.inference.gateway import _is_here, is_loopback
@@ -325,6 +326,39 @@ def test_a_server_that_is_absent_or_another_program_is_named(monkeypatch):
             with pytest.raises(UserError, match=f"{url} is no inference server of this project"), engine(url) as one:
                 one.sync_weights(SharedMemory(shared.path), 1)
                 one.generate(make_requests(1))
+
+
+def test_completions_that_nobody_asked_for_are_refused():
+    """They would end the job with a traceback, take all memory, or be trained on."""
+    good = Completion([6, 1], [-1.0, -1.0], "length", (1, 1))
+    line = protocol.encode_completions({0: good})
+    bad = [
+        protocol.encode_completions({0: dataclasses.replace(good, **changed)})
+        for changed in (
+            {"token_ids": [], "logprobs": []},
+            {"token_ids": [6] * 17, "logprobs": [-1.0] * 17},  # 16 are asked for
+            {"token_ids": [-1, 1]},
+            {"token_ids": [300, 1]},
+            {"weight_versions": (0, 1)},
+            {"weight_versions": (1, 2)},
+            {"finish_reason": "abort"},
+            {"version_spans": ((1, 1), (1, 2))},
+        )
+    ]
+    bad += [protocol.encode_completions({7: good}), line + line]
+    bad += [b"[[1e999" + line[3:], b"[" * 200_000, b" " * (2 << 20)]  # the last one is part of a line without end
+    user = dataclasses.replace(job(), architecture={"vocab_size": 300})
+    with SharedDirectory() as shared:
+        answers = {protocol.LEASE: b'{"start": "1", "lease_s": 60}'}
+        with answering(answers) as url, engine(url, user) as one:
+            one.sync_weights(SharedMemory(shared.path), 1)
+            for answers[protocol.GENERATE] in bad:
+                with pytest.raises(UserError, match="is no inference server of this project \\([^()]"):
+                    one.step({0: make_requests(1)[0], 1: make_requests(2)[1]})
+                    one.step({})  # of two answers to one request, the first may have come alone
+                one.sync_weights(SharedMemory(shared.path), 1)
+            answers[protocol.GENERATE] = line
+            assert contents(one.generate(make_requests(1))) == contents([good])
 
 
 def test_no_connection_is_left_open():

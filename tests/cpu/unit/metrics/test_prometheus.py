@@ -7,6 +7,7 @@ import json
 import math
 import re
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from trainer.errors import UserError
 from trainer.metrics.names import METRICS
 from trainer.metrics.prometheus import MetricsServer, legal_name
 from trainer.metrics.tracker import Tracker
+from trainer.process import time_limits
 from trainer.process.signals import Progress
 
 DASHBOARD = Path(__file__).parents[4] / "docs" / "files" / "grafana.json"
@@ -160,6 +162,30 @@ def test_clients_that_say_nothing_keep_nobody_waiting(server):
     finally:
         for client in silent:
             client.close()
+
+
+def test_slow_clients_and_threads_that_cannot_start_keep_nobody_away_for_long(server, monkeypatch):
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._server, "process_request", no_thread)
+        for _ in range(70):
+            with contextlib.suppress(OSError):
+                get(server, "/health")
+    assert get(server, "/health")[0] == 200
+    monkeypatch.setattr(time_limits, "SCRAPE_S", 1.0)
+    clients = [socket.create_connection(server.address) for _ in range(64)]
+    for _ in range(40):
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.send(b"G")
+        with contextlib.suppress(OSError):
+            assert get(server, "/health")[0] == 200
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("clients that send a byte at a time have kept all others away")
 
 
 def test_a_port_that_is_taken_and_a_host_of_another_machine_are_refused_in_a_sentence(server):
