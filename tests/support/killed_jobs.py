@@ -117,7 +117,7 @@ def run_until(
             killed = True
         if disturb is not None:
             disturb(job.pid)
-        time.sleep(0.002)
+        time.sleep(0.02)
     assert killed or job.returncode == status, log.read_text()[-3000:]
     return not killed
 

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 
-from trainer.generation.vllm_engine import claim_directory
+from tests.support.forks import ForkedCommand, fork_server
+from trainer.generation.vllm_engine import claim_directory, use_own_cache
 
-CLAIMS = """
-import os, sys
-from trainer.generation.vllm_engine import use_own_cache
-use_own_cache()
-print(os.environ["VLLM_CACHE_ROOT"], flush=True)
-sys.stdin.read()
-"""
+
+def claim() -> None:
+    """Be an engine."""
+    use_own_cache()
+    print(os.environ["VLLM_CACHE_ROOT"], flush=True)
+    signal.pause()
 
 
 def test_running_engines_have_directories_of_their_own_that_later_ones_use_again(tmp_path):
-    def start() -> subprocess.Popen:
+    def start() -> ForkedCommand:
         env = {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, "-c", CLAIMS], env=env, **pipes)
+        return fork_server().start(f"{__name__}:claim", cwd=tmp_path, env=env, stderr=2)
 
-    def place(engine: subprocess.Popen) -> str:
+    def place(engine: ForkedCommand) -> str:
         assert engine.stdout is not None
         return engine.stdout.readline().strip()
 
+    def kill(engine: ForkedCommand) -> None:
+        engine.send_signal(signal.SIGKILL)
+        assert engine.wait() == -signal.SIGKILL
+
     first = start()
     assert place(first) == f"{tmp_path}/engine-0"
-    with start() as second:
-        assert place(second) == f"{tmp_path}/engine-1"
-        second.kill()
-    with start() as third, first:
-        assert place(third) == f"{tmp_path}/engine-1"
+    second = start()
+    assert place(second) == f"{tmp_path}/engine-1"
+    kill(second)
+    third = start()
+    assert place(third) == f"{tmp_path}/engine-1"
+    for engine in (first, third):
+        kill(engine)
     assert claim_directory(str(tmp_path)) == f"{tmp_path}/engine-0"
 
 

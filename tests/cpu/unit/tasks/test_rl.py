@@ -17,12 +17,10 @@ from trainer.rewards.scorer import RankScorer
 from trainer.tasks.rl import build, config_scorer, sample_episodes
 
 HERE = __name__
+FAILS = "tests.support.named_rewards:broken"
+"""A reward in a module that its process imports in a moment."""
 SMALL = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1)
 TASK = replace(TASKS["rl"], reward_functions=False)
-
-
-def fails(completion: str, answer: str) -> float:
-    raise RuntimeError("no such judge")
 
 
 @pytest.fixture
@@ -116,14 +114,14 @@ def test_the_rewards_of_all_sources_are_tried(cfg):
     )
     cfg.trainer.val_interval = -1
     build(cfg).check_inputs(asks_servers=True)
-    cfg.data.mix["bad"] = SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name=f"{HERE}:fails"))
-    with pytest.raises(UserError, match=f"^data.mix.bad.reward.name={HERE}:fails: fails for the first 3 rows"):
+    cfg.data.mix["bad"] = SourceConfig(synthetic="arithmetic", size=4, reward=RewardConfig(name=FAILS))
+    with pytest.raises(UserError, match=f"^data.mix.bad.reward.name={FAILS}: fails for the first 3 rows"):
         build(cfg).check_inputs(asks_servers=True)
 
 
 def test_a_reward_that_fails_for_the_first_rows_is_refused(cfg):
-    cfg.reward.name = f"{HERE}:fails"
-    with pytest.raises(UserError, match=f"^reward.name={HERE}:fails: fails for the first 3 rows of the data"):
+    cfg.reward.name = FAILS
+    with pytest.raises(UserError, match=f"^reward.name={FAILS}: fails for the first 3 rows of the data"):
         build(cfg).check_inputs(asks_servers=True)
 
 
@@ -169,12 +167,12 @@ def test_a_server_is_asked_only_when_that_is_wanted(cfg):
 
 
 def test_rewards_are_not_tried_where_an_environment_gives_them(cfg):
-    cfg.environment.name, cfg.reward.name = "tests.support.retry:RetryEnv", f"{HERE}:fails"
+    cfg.environment.name, cfg.reward.name = "tests.support.retry:RetryEnv", FAILS
     build(cfg).check_inputs(asks_servers=True)
 
 
 def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
-    cfg.reward.name = f"{HERE}:fails"
+    cfg.reward.name = FAILS
     given = SimpleNamespace(cfg=cfg, reward_cache=None)
     assert config_scorer(given) is not None
     cfg.trainer.task = f"{HERE}:TASK"

@@ -91,7 +91,7 @@ def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_kill(tmp
     caplog.set_level("INFO", "trainer.tasks.warm_start")
 
     def made(cache: str, accuracy: float | None, steps: int, stopped_after: int = 0) -> bytes:
-        cfg = configured(tmp_path / "run", num_workers=1)
+        cfg = configured(tmp_path / "run", num_workers=1, ray_address="this_process", device="cpu")
         cfg.model.cache_dir, cfg.sft.steps, cfg.sft.batch_size = str(tmp_path / cache), steps, 2
         cfg.model.tiny = TinyConfig(hidden_size=64, start_accuracy=accuracy)
         cfg.data = DataConfig(synthetic="arithmetic", synthetic_args={"max_value": 4}, train_size=12, val_size=1)
