@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.support.agents import Policy, run_beside, runs_of
@@ -45,6 +44,8 @@ class Served:
     """An episode at a server, whose policy repeats the end of its prompt. `held` keeps its answers back."""
 
     def __init__(self, server: AgentServer, tokenizer: Any, reply: str = ""):
+        import openai
+
         self.policy = Policy(tokenizer, lambda prompt, seed: reply or f"{prompt[-20:-13]}!")
         self.held: queue.SimpleQueue[Any] | None = None
         self.server = server
@@ -111,6 +112,8 @@ def test_wrong_addresses_and_methods_get_an_error_that_says_so(served):
 
 
 def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):
+    import openai
+
     answer = served.post(content=b"{")
     assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
     answer = served.post(content=b" " * (LARGEST_MESSAGE + 1))
@@ -157,6 +160,8 @@ def call(server: AgentServer, function: Callable[[], Any]) -> Any:
 
 
 def test_after_the_end_calls_are_refused(server, served):
+    import openai
+
     served.client.chat.completions.create(model="policy", messages=SAID)
     served.held = queue.SimpleQueue()
     waiting = run_beside(lambda: served.client.chat.completions.create(model="policy", messages=SAID))

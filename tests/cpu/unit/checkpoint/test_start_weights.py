@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import datasets
 import pytest
 from huggingface_hub import constants
 
@@ -214,6 +213,8 @@ def test_a_run_keeps_the_commit_of_the_hub_that_it_began_with(tmp_path, monkeypa
 
 def put_data(cache: Path, commit: str, answer: str, age: int) -> None:
     """Put a copy of a data set at a commit into the cache of the library, as a load from the Hub does."""
+    import datasets
+
     rows = cache.parent / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1", "answer": answer}) + "\n")
     made = datasets.load_dataset("json", data_files=str(rows), split="train", cache_dir=str(cache.parent / answer))
@@ -234,6 +235,8 @@ def answer_of(address: str) -> str:
 
 def test_a_run_keeps_the_commit_of_a_data_set_that_it_began_with(tmp_path, monkeypatch):
     """Without the Hub the library reads the newest copy in its cache, of whatever commit."""
+    import datasets
+
     cache = tmp_path / "cache"
     for module in (constants, datasets.config):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-import datasets
 import numpy as np
 import pandas
 import pyarrow.feather
@@ -29,6 +28,8 @@ def test_a_job_that_lost_its_run_directory_publishes_no_rollouts(tmp_path):
 
 
 def test_kept_rollouts_are_printed_as_lines_and_read_by_other_tools(tmp_path, capsys):
+    import datasets
+
     mask, logprobs = np.array([0, 1], np.float32), np.array([0, -0.5], np.float32)
     samples = [Sample(np.array([7, 8]), mask, logprobs, (1, 1)), Sample(np.array([9, 10]), mask, logprobs, (1, 1))]
     chat = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from trainer.environments.base import Environment, check_options
-from trainer.environments.textarena import TextArena
 from trainer.errors import UserError
 
 NAME = "trainer.environments.textarena:TextArena"
 GAME = "GuessTheNumber-v0"
+
+
+def text_arena(*arguments: Any, **options: Any) -> Environment:
+    from trainer.environments.textarena import TextArena  # the package takes a second to import
+
+    return TextArena(*arguments, **options)
 
 
 def reply(text: str) -> dict[str, str]:
@@ -20,7 +26,7 @@ def reply(text: str) -> dict[str, str]:
 
 def play(seed: int, id: str = GAME, **options: int) -> tuple[list[str], float]:
     """Halve the range until the number is found; return what was said, and the reward."""
-    game: Environment = TextArena(id, **options)
+    game = text_arena(id, **options)
     said = [game.reset({}, seed)[0]["content"]]
     low, high = map(int, re.search(r"between (\d+) and (\d+)", said[0]).groups())
     while True:
@@ -49,7 +55,7 @@ def test_games_take_options():
 
 
 def test_a_wrong_move_is_answered_and_a_second_one_ends_the_game():
-    game = TextArena(GAME)
+    game = text_arena(GAME)
     game.reset({}, 1)
     step = game.step(reply("I do not know"))
     assert not step.done and "invalid move" in step.messages[0]["content"]
@@ -60,13 +66,13 @@ def test_a_wrong_move_is_answered_and_a_second_one_ends_the_game():
 def test_games_of_one_process_do_not_disturb_each_other():
     """They draw from the generators of the process."""
 
-    def rounds(game: TextArena) -> list[str]:
+    def rounds(game: Environment) -> list[str]:
         return [game.step(reply("[red]")).messages[-1]["content"] for _ in range(8)]
 
-    alone = TextArena("Bandit-v0")
+    alone = text_arena("Bandit-v0")
     alone.reset({}, 5)
     expected = rounds(alone)
-    games = [TextArena("Bandit-v0") for _ in range(2)]
+    games = [text_arena("Bandit-v0") for _ in range(2)]
     for game, seed in zip(games, (5, 6), strict=True):
         game.reset({}, seed)
     together = [[game.step(reply("[red]")).messages[-1]["content"] for game in games] for _ in range(8)]

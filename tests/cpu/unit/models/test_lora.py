@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
@@ -128,6 +127,8 @@ def test_only_adapters_are_trained_and_saved(model_path, single_rank):
 
 
 def test_merged_weights_and_peft_equal_the_ranks(model_path, single_rank, tmp_path):
+    from peft import PeftModel
+
     result, out = single_rank
     expected = assembled([result], "logprobs")
     merged = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
