@@ -44,7 +44,7 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("engine", MEASURED)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.release)])
 def test_families_train_export_and_resume_as_transformers_computes_them(tmp_path, engine):
     """One family also with vLLM, whose start takes most of the time of a row: before and after a sync."""
     results = tmp_path / "rows.jsonl"

@@ -119,6 +119,7 @@ def disturb(ports: Iterable[int], executed: Path) -> list[socket.socket]:
     return connections
 
 
+@pytest.mark.release
 def test_a_job_is_closed_to_strangers_and_a_signal_to_its_process_group_stops_it(tmp_path, marker):
     """It listens on loopback alone and refuses clients without its token; what else strangers send disturbs no step and
     runs nothing. SIGTERM to the process group, as `timeout`

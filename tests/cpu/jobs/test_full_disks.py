@@ -69,6 +69,7 @@ def logged(run: Path) -> list[str]:
     return [line[20:] for line in (run / "log.txt").read_text().splitlines()]
 
 
+@pytest.mark.release
 def test_a_disk_that_the_journal_fills_costs_the_records_alone(job, uninterrupted, disk, tmp_path):
     run = disk / "run"
     command = [*job, "trainer.ckpt_interval=-1", f"trainer.run_dir={run}"]

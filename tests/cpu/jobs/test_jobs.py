@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.evaluations import evaluate, validation_of
@@ -216,6 +215,7 @@ def supervised(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.release
 def test_supervised_training_is_a_run_with_checkpoints(tmp_path):
     """It continues on another number of ranks."""
     first = supervised(tmp_path, "sft.steps=2", "trainer.num_workers=2", "trainer.hf_save_interval=1")
@@ -232,6 +232,8 @@ def test_supervised_training_is_a_run_with_checkpoints(tmp_path):
 
 def test_supervised_training_learns_from_the_rollouts_of_another_run(whole, tmp_path):
     """With adapters, which are exported alone. The other run can be viewed."""
+    from peft import PeftModel
+
     files = sorted((whole.directory / "rollouts").iterdir())
     assert [file.name for file in files] == ["step_1.arrow"], "what a run keeps by default"
     first = read_step(find_steps(str(whole.directory))[0])

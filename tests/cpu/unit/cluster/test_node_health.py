@@ -41,6 +41,7 @@ def listen(node) -> subprocess.Popen:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.release
 def test_a_node_that_is_cut_off_or_loses_its_raylet_is_lost():
     with Nodes() as nodes:
         driver, first, second = (nodes.add() for _ in range(3))

@@ -74,6 +74,7 @@ def test_generators_of_the_process_are_left_as_they_were():
 
 
 @pytest.mark.processes
+@pytest.mark.release
 def test_examples_do_not_depend_on_the_order_of_sets():
     """In the process that makes them, and in that of the reward. This process has a seed of its own for hashes."""
     tasks = ["isomorphic_strings", "knights_knaves", "list_functions", "pool_matrix", "ransom_note", "word_ladder"]

@@ -462,6 +462,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_sentence(tmp_pat
         assert "error: " in (tmp_path / "log").read_text().splitlines()[-1]
 
 
+@pytest.mark.release
 def test_the_engine_hangs_under_a_job_that_samples_ahead(server, model, tmp_path):
     """The server kills an engine whose worker hangs, and starts it again; no shared memory is left behind. The numbers
     equal those of an uninterrupted job, also where a batch ahead was cut off.

@@ -203,6 +203,7 @@ print(json.dumps([rows, logs]))
 """
 
 
+@pytest.mark.release
 def test_a_trainer_that_is_killed_and_resumed_continues_its_run_of_a_service(tmp_path):
     """A fork has a run of its own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "TRACKIO_", "HF_"))}

@@ -62,6 +62,7 @@ def test_gradients_are_those_of_the_formula(tokens, temperature, head):
 
 
 @pytest.mark.processes
+@pytest.mark.release
 def test_compiled_gradients_are_those_of_the_formula():
     """One case is enough, because the compiler takes long for each head and temperature."""
     check_gradients(True, 11, 1.7, Head(scale=0.5, softcap=3.0))

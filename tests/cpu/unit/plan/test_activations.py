@@ -129,6 +129,7 @@ def saved_by(mode: str, row: Row, cfg: Config) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
+@pytest.mark.release
 def test_compiled_blocks_save_what_the_plan_says(monkeypatch):
     without_kernels(monkeypatch)
     mode = "selective"
