@@ -1,7 +1,7 @@
 """Commands that start in a moment: each runs in a fork of a process that has imported torch, transformers and us.
 
-`python -m tests.support.forks DESCRIPTOR` is that process. It takes one command from each connection to a socket, with
-the descriptors of its output. A keeper, which is the parent of the command, answers with the id of the command's
+`python -m tests.support.forks DESCRIPTOR PATH` is that process. It takes one command from each connection to a socket,
+with the descriptors of its output. A keeper, which is the parent of the command, answers with the id of the command's
 process and, when nothing is left of all that the command has started, with its status.
 
 A forked job runs its ranks and engines without Ray, as forks of itself in its own process group, which one signal ends.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import gc
 import importlib
@@ -19,7 +20,6 @@ import os
 import runpy
 import select
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -52,6 +52,7 @@ _PRELOADED = (
 )
 _VLLM = ("vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "trainer.generation.vllm_engine")
 """Imported too, before the first command that asks for vLLM: each engine would take seconds to import it."""
+_HELLO = b"hello"
 _GRACE_PERIOD_S = 20.0
 """Default of the longest time that processes of a command may outlive it."""
 
@@ -60,7 +61,7 @@ _GRACE_PERIOD_S = 20.0
 
 
 def serve(listener: socket.socket) -> None:
-    """Take commands until the process that has started this one closes its stdin or ends."""
+    """Take commands until the process that has started this one, which holds its stdin, and all others have ended."""
     from trainer.run import run_metadata
 
     for module in _PRELOADED:
@@ -69,11 +70,17 @@ def serve(listener: socket.socket) -> None:
     assert _threads() == 1, "a fork would lack the threads of an import"
     # pyarrow imports it for the first column that it makes. Its threads are jemalloc's, which forks do without.
     importlib.import_module("pandas")
+    # Its threads serve a process group that has ended.
+    importlib.import_module("tests.support.warm_rank")
     gc.freeze()  # collections of the forks leave the shared memory of the modules alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes keepers that have ended
-    while sys.stdin not in (ready := select.select([sys.stdin, listener], [], [])[0]):
-        if ready:
-            _take(listener)
+    inputs: list[Any] = [listener, sys.stdin]
+    while len(inputs) > 1:
+        for ready in select.select(inputs, [], [])[0]:
+            if ready is not listener:
+                inputs.remove(ready)
+            elif (user := _take(listener)) is not None:
+                inputs.append(user)
 
 
 def _threads() -> int:
@@ -95,12 +102,16 @@ def import_engine(_: str, *arguments: str) -> None:
     assert _threads() == threads, "a fork would lack the threads of an import"
 
 
-def _take(listener: socket.socket) -> None:
+def _take(listener: socket.socket) -> socket.socket | None:
+    """Start a command. Or return the connection of a process that says that it will give some."""
     link, _ = listener.accept()
     data, output, *_ = socket.recv_fds(link, 1 << 20, 2)
     if not data:  # who connected has ended
         link.close()
-        return
+        return None
+    if data == _HELLO:
+        link.sendall(_HELLO)
+        return link
     spec = json.loads(data)
     if spec["prepare"]:
         _imported(spec["prepare"])(*spec["arguments"])
@@ -111,6 +122,7 @@ def _take(listener: socket.socket) -> None:
     for descriptor in output:
         os.close(descriptor)
     link.close()
+    return None
 
 
 def _keep(link: socket.socket, spec: dict[str, Any], output: list[int]) -> NoReturn:
@@ -265,24 +277,50 @@ class ForkedCommand:
 
 
 class CommandForkServer:
-    """The process whose forks run the commands. It ends with this process."""
+    """The process whose forks run the commands. All processes of a test run share one, which ends with the last."""
 
     def __init__(self) -> None:
-        directory = tempfile.mkdtemp(prefix="forks")
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        directory = os.path.join(tempfile.gettempdir(), f"forks-{run}") if run else tempfile.mkdtemp(prefix="forks")
+        self._path = os.path.join(directory, "socket")
+        self._link = socket.socket(socket.AF_UNIX)  # while it is open, the server stays
+        while not self._started(directory) and not self._joined():
+            time.sleep(0.02)  # another process has just begun to start the server, or the server has just ended
+        atexit.register(self._link.close)
+
+    def _started(self, directory: str) -> bool:
+        """Start the server; false if another process has done so."""
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         env.pop("TRAINER_TEST_MARKER", None)  # it belongs to the test that happens to be first
-        self._path = os.path.join(directory, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self._path)
-            listener.listen(16)
+            try:
+                os.makedirs(directory, mode=0o700, exist_ok=True)
+                listener.bind(self._path)
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.ENOENT):  # the directory has just been deleted
+                    return False
+                raise
+            listener.listen(64)
+            stdin, held = socket.socketpair()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forks", str(listener.fileno())],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-m", "tests.support.forks", str(listener.fileno()), self._path],
+                stdin=stdin,
                 pass_fds=[listener.fileno()],
                 env=env,
                 cwd=_ROOT,
             )
-        atexit.register(self._close, directory)
+            stdin.close()
+            self._link = held
+        return True
+
+    def _joined(self) -> bool:
+        """Join the server of another process; false if it has ended."""
+        with contextlib.suppress(OSError):
+            self._link = socket.socket(socket.AF_UNIX)
+            self._link.connect(self._path)
+            self._link.sendall(_HELLO)
+            return self._link.recv(len(_HELLO)) == _HELLO
+        return False
 
     def start(
         self,
@@ -326,12 +364,6 @@ class CommandForkServer:
             program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
             program.chmod(0o755)
 
-    def _close(self, directory: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        shutil.rmtree(directory, ignore_errors=True)
-
 
 @functools.cache
 def fork_server() -> CommandForkServer:
@@ -357,4 +389,9 @@ def run_forked(
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    finally:
+        os.unlink(sys.argv[2])  # before the listener closes: who is refused may start another one
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(sys.argv[2]))

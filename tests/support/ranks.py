@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from trainer.cluster.fork_server import ForkServer
+from tests.support.forks import fork_server
+from trainer.cluster.fork_server import ForkServer, run_fork_server
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import WorkerGroup
 from trainer.config import Config
@@ -29,8 +34,28 @@ _MODULES = (
 @functools.cache
 def launcher() -> ForkServer:
     """Start processes that have imported what ranks need, and that are warm on CPUs. It ends with this process."""
-    is_forkable = not torch.cuda.is_available()  # not after a backward pass on a machine with GPUs
-    return ForkServer((*_MODULES, "tests.support.warm_rank") if is_forkable else _MODULES)
+    return ForkServer(_MODULES) if torch.cuda.is_available() else _WarmForkServer()
+
+
+class _WarmForkServer(ForkServer):
+    """A fork server that is a fork of the one of the commands, which has imported everything."""
+
+    def _start(self, remote: Connection, preload: Sequence[str], env: Mapping[str, str]) -> psutil.Process:
+        self._command = fork_server().start(
+            f"{__name__}:serve_ranks",
+            cwd=Path.cwd(),
+            env=env,
+            stdout=remote,  # the only descriptors that a command gets are those of its output
+            stderr=2,
+        )
+        return psutil.Process(self._command.pid)
+
+
+def serve_ranks() -> None:
+    """Be the fork server whose connection is the descriptor of stdout."""
+    connection = os.dup(1)
+    os.dup2(2, 1)
+    run_fork_server(connection, ())
 
 
 def run_ranks(
