@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.support.forks import fork_clusters, fork_server, run_module
 from tests.support.jobs import command, environment, left_running
 from trainer.files.shared_memory import clear_abandoned
-from trainer.models.tiny import TinyShape
+from trainer.models.tiny import TinyShape, build_tiny
 
 END_S = 120
 FORKED = [
@@ -150,7 +150,7 @@ def _send_at(moment: str, delay_s: float, way: str, log: Path) -> None:
     from trainer.process.startup import running_stage
 
     while moment != "start" and (running_stage() or ("",))[0] != moment and moment not in log.read_text():
-        time.sleep(0.001)
+        time.sleep(0.01)
     time.sleep(delay_s)
     WAYS[way](_ThisProcess())
 
@@ -171,11 +171,9 @@ class ForkedJobs:
     """Runs one job again and again."""
 
     def __init__(self, directory: Path):
-        from trainer.config import Config
-        from trainer.models.tiny import build_tiny
-
         self._directory = directory
-        build_tiny(TinyShape.of(Config().model.tiny), str(directory / "model"))
+        size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+        build_tiny(size, str(directory / "model"))
         self._overrides = [f"model.path={directory}/model", f"trainer.run_dir={directory}/run", *FORKED]
 
     def run(self, moment: str = "start", delay_s: float = 0.0, way: str = "") -> tuple[int, str]:
