@@ -112,6 +112,18 @@ def chat(endpoint: Endpoint, messages: list[dict[str, Any]], **fields: Any) -> d
         raise RuntimeError(f"{error.code} {error.read().decode()}") from error
 
 
+class Counted:
+    """Returns how many of its kind run beside it, itself included."""
+
+    async def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> float:
+        own = os.path.join(row["directory"], os.urandom(8).hex())
+        open(own, "x").close()
+        await asyncio.sleep(0.3)
+        running = len(os.listdir(row["directory"]))
+        os.remove(own)
+        return running
+
+
 class Returns:
     """Returns what is in its row."""
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from trainer.agents.chat_request import ChatRequest
 from trainer.agents.messages import ApiError, ChatMessage, read_reply
+from trainer.agents.requests import ChatRequest
 from trainer.data.tokens import TextTooLong, reply_text
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation, sample_of
@@ -45,7 +45,13 @@ class Turn:
     """It has its tokens only until the reply is there."""
     history: str
     """Digest of all messages that the turn answers."""
+    is_side: bool = False
+    """The reply is not a part of the task, and not trained."""
     completion: Completion | None = None
+    reply: str = ""
+    """The text of the reply as the agent gets it, without calls."""
+    stop: str | None = None
+    """Which text of its request has ended the reply."""
     is_delivered: bool = False
     """The agent has got the reply."""
 
@@ -112,23 +118,24 @@ class CallTree:
         except UserError as error:
             raise ApiError(f"messages: {error}", "messages") from error
         except TextTooLong as error:
-            raise self._too_long(str(error)) from error
+            raise self._too_long(f"at least {self.longest + 1}") from error
         prompt_ids = np.asarray(conversation.token_ids, np.int32)
         if len(prompt_ids) > self.longest:
-            raise self._too_long(f"{len(prompt_ids)} tokens")
+            raise self._too_long(str(len(prompt_ids)))
         continues = parent is not None and np.array_equal(prompt_ids[: len(tokens)], tokens)
         added = prompt_ids[len(tokens) :].copy() if continues else prompt_ids
         digest = xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())
-        key = f"{digest}::{self._counts[digest]}"
-        self._counts[digest] += 1
+        name = f"{digest}:side:" if request.is_side else f"{digest}::"
+        key = f"{name}{self._counts[name]}"
+        self._counts[name] += 1
         number, length, history = len(self.turns), len(prompt_ids), histories[-1]
-        self.turns.append(Turn(number, key, parent, continues, added, length, conversation, history))
+        self.turns.append(Turn(number, key, parent, continues, added, length, conversation, history, request.is_side))
         return self.turns[-1]
 
     def answer(self, turn: Turn, completion: Completion, request: ChatRequest) -> ChatMessage:
         """Give a turn its reply; return the reply as the agent gets it."""
         length, has_ended = len(completion.token_ids), completion.finish_reason == "stop"
-        turn.completion, text = cut_at(
+        turn.completion, text, turn.stop = cut_at(
             completion, request.stop, lambda ids: reply_text(self.tokenizer, ids, has_ended and len(ids) == length)
         )
         said = turn.conversation.add_reply(turn.completion)
@@ -140,7 +147,9 @@ class CallTree:
                 turn.conversation.messages[-1] = {"role": "assistant", "content": text}
             else:
                 reply = ChatMessage("assistant", said["content"] or "", calls)
-        self._replies[_extend(turn.history, reply)].append(turn)
+        turn.reply = reply.content
+        if not turn.is_side:
+            self._replies[_extend(turn.history, reply)].append(turn)
         return reply
 
     def samples(self) -> list[Sample]:
@@ -174,7 +183,7 @@ class CallTree:
 
     def _leaves(self) -> Iterator[tuple[Turn, set[Turn]]]:
         """Yield the last turn of each sample, and the turns that are trained in it."""
-        delivered = [turn for turn in self.turns if turn.is_delivered]
+        delivered = [turn for turn in self.turns if turn.is_delivered and not turn.is_side]
         inner = {turn.parent for turn in delivered if turn.continues}
         leaves = [turn for turn in delivered if turn not in inner]
         if not self.is_sequential:
@@ -203,7 +212,7 @@ class CallTree:
         if self.reader is not None:
             added = _with_ids_of(parent, request.messages[known - 1], added)
         if not conversation.add_messages(added, self.longest):
-            raise self._too_long("too many tokens")
+            raise self._too_long(f"at least {self.longest + 1}")
         return conversation
 
     def _find(self, messages: Sequence[ChatMessage], histories: Sequence[str]) -> tuple[Turn | None, int]:
@@ -212,13 +221,16 @@ class CallTree:
             if messages[count - 1].role != "assistant":
                 continue
             turns = [turn for turn in self._replies.get(histories[count - 1], []) if turn.is_delivered]
+            # Several replies may differ in their thoughts alone, which an agent may leave out.
+            same = [turn for turn in turns if turn.reply.strip() == messages[count - 1].content.strip()]
             if turns:
-                return min(turns, key=lambda turn: (turn.number if self.is_sequential else 0, turn.key)), count
+                return min(same or turns, key=lambda turn: (turn.number if self.is_sequential else 0, turn.key)), count
         return None, 0
 
     def _too_long(self, size: str) -> ApiError:
+        """Return the refusal in the words by which clients know it, and then shorten their history."""
         keys = "rollout.max_prompt_tokens, or environment.max_tokens"
-        problem = f"the messages have {size}; a prompt may have {self.longest} tokens ({keys})"
+        problem = f"prompt is too long: {size} tokens > {self.longest} maximum, the maximum context length ({keys})"
         return ApiError(problem, "messages", "context_length_exceeded")
 
 
@@ -271,8 +283,8 @@ def _common(some: Sequence[Message], others: Sequence[Message]) -> int:
 
 def cut_at(
     completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
-) -> tuple[Completion, str]:
-    """Return a completion up to the token that completes one of `stops`, and its text before that stop.
+) -> tuple[Completion, str, str | None]:
+    """Return a completion up to the token that completes one of `stops`, its text before that stop, and the stop.
 
     Args:
         decode: returns the text of the first tokens of the completion.
@@ -283,10 +295,10 @@ def cut_at(
 
     length = len(completion.token_ids)
     if not any(stop in text(length) for stop in stops):
-        return completion, text(length)
+        return completion, text(length), None
     count = bisect.bisect_left(range(length + 1), True, key=lambda count: any(stop in text(count) for stop in stops))
     shown = text(count)
-    end = min(shown.find(stop) for stop in stops if stop in shown)
+    end, stop = min((shown.find(stop), stop) for stop in stops if stop in shown)
     spans, left = [], count
     for version, size in completion.version_spans:
         spans.append((version, min(size, left)))
@@ -300,4 +312,4 @@ def cut_at(
         weight_versions=(spans[0][0], spans[-1][0]) if spans else completion.weight_versions,
         version_spans=tuple(spans) if len(spans) > 1 else (),
     )
-    return kept, shown[:end]
+    return kept, shown[:end], stop

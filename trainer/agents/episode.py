@@ -5,90 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from trainer.agents.call_tree import CallTree, Turn, call_id
-from trainer.agents.chat_request import ChatRequest, Rules, parse_request
-from trainer.agents.messages import ApiError, ChatMessage
+from trainer.agents.answers import Answer
+from trainer.agents.call_tree import CallTree, Turn
+from trainer.agents.chat_wire import ChatWire
+from trainer.agents.messages import ApiError
+from trainer.agents.messages_wire import MessagesWire
+from trainer.agents.requests import ChatRequest, Rules, Wire, parse_request
+from trainer.agents.responses_wire import ResponsesWire
 from trainer.errors import describe_error
 from trainer.generation.engine import Completion, Request, Sampling
 
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a request."""
-
-    request: ChatRequest
-    model: str
-    turn: Turn
-    message: ChatMessage
-
-    def whole(self) -> dict[str, Any]:
-        """Return the answer as one object."""
-        calls = {"tool_calls": self._calls()} if self.message.calls else {}
-        message = {"role": "assistant", "content": self._content, **calls}
-        choice = {"index": 0, "message": message, "finish_reason": self._finish_reason, "logprobs": None}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
-
-    def events(self) -> Iterator[bytes]:
-        """Yield the answer as server-sent events."""
-        head = self._head("chat.completion.chunk") | ({"usage": None} if self.request.include_usage else {})
-
-        def event(delta: dict[str, Any] | None, finish_reason: str | None = None, **more: Any) -> bytes:
-            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-            choices = [] if delta is None else [choice]
-            return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n".encode()
-
-        yield event({"role": "assistant", "content": self._content})
-        for number, call in enumerate(self._calls()):
-            yield event({"tool_calls": [{"index": number, **call}]})
-        yield event({}, self._finish_reason)
-        if self.request.include_usage:
-            yield event(None, usage=self._usage())
-        yield b"data: [DONE]\n\n"
-
-    @property
-    def _content(self) -> str | None:
-        return self.message.content or (None if self.message.calls else "")
-
-    @property
-    def _finish_reason(self) -> str:
-        return "tool_calls" if self.message.calls else self.turn.completed.finish_reason
-
-    def _calls(self) -> list[dict[str, Any]]:
-        functions = [{"name": call.name, "arguments": call.arguments} for call in self.message.calls]
-        return [
-            {"id": call_id(self.turn, number), "type": "function", "function": one}
-            for number, one in enumerate(functions)
-        ]
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        name = self.turn.key.replace(":", "_")
-        # No time of day: an agent that writes it into a message would never do the same again.
-        return {"id": f"chatcmpl-{name}", "object": kind, "created": 0, "model": self.model}
-
-    def _usage(self) -> dict[str, int]:
-        prompt, completion = self.turn.prompt_length, len(self.turn.completed.token_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
 Submit = Callable[["AgentEpisode", Turn, Request], None]
 """Gives a request to the engines. `AgentEpisode.complete` is called with the completion."""
 
+WIRES: dict[str, Callable[[], Wire]] = {
+    "chat/completions": ChatWire,
+    "messages": MessagesWire,
+    "responses": ResponsesWire,
+}
+"""The APIs of the endpoint, by their paths below its base URL."""
 _RETRY_COUNT = "X-Stainless-Retry-Count"
 
 
 def ended() -> ApiError:
-    """Return the answer to calls after the end of an episode."""
-    return ApiError("the episode has ended", code="episode_ended", status=410)
+    """Return the answer to calls after the end of an episode. Its status is one that no client repeats."""
+    return ApiError("the episode has ended", code="episode_ended")
 
 
 class Call:
@@ -107,8 +56,9 @@ class AgentEpisode:
     """The calls of one episode. All methods but the constructor and `idle_s` run on the thread of the server.
 
     A request is a repetition of an earlier one if it has the same content, and its client says that it repeats it
-    (`X-Stainless-Retry-Count`, which OpenAI's clients send), or the connection of the earlier one broke before the
-    answer. Any other request is a call of its own: an agent that asks the same twice wants two replies.
+    (`X-Stainless-Retry-Count` above 0, which OpenAI's and Anthropic's clients send), or the connection of the earlier
+    one broke before the answer. Any other request is a call of its own: an agent that asks the same twice wants two
+    replies.
 
     Args:
         seed_of: returns the seed for a turn, by its key.
@@ -125,6 +75,7 @@ class AgentEpisode:
         self.tree = tree
         self.limit = ""
         """Status of the limit that has refused the last call, or cut its reply; empty: none has."""
+        self._wires = {path: wire() for path, wire in WIRES.items()}
         self._seed_of = seed_of
         self._submit = submit
         self._calls: list[Call] = []
@@ -149,15 +100,19 @@ class AgentEpisode:
     # ---------------------------------------------------------------------------------------------------
     # Calls
 
-    async def chat(self, body: bytes, headers: Mapping[str, str]) -> tuple[Call, Answer]:
-        """Return the answer to a request. `delivering` must follow.
+    def wire(self, path: str) -> Wire:
+        """Return the API at a path."""
+        return self._wires[path]
+
+    async def ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[Call, Answer]:
+        """Return the answer to a request at the path of an API. `delivering` must follow.
 
         Raises:
             ApiError: there is none.
         """
         if self._has_ended:
             raise ended()
-        request = parse_request(body, self.rules)
+        request = parse_request(body, self.rules, self._wires[path])
         call = self._repeated(request, headers) or self._begin(request)
         call.readers += 1
         try:
@@ -190,7 +145,8 @@ class AgentEpisode:
             LOG.exception("a reply to an agent cannot be read")
             call.answer.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
             return
-        self.limit = "length" if self._was_cut(turn, call.request) else ""
+        if not turn.is_side:
+            self.limit = "length" if self._was_cut(turn, call.request) else ""
         call.answer.set_result(Answer(call.request, self.rules.model, turn, message))
 
     def end(self) -> None:
@@ -203,7 +159,7 @@ class AgentEpisode:
     def forget(self) -> None:
         """Free all calls, after the end."""
         assert self._has_ended
-        self._calls, self._by_turn = [], {}
+        self._calls, self._by_turn, self._wires = [], {}, {}
         self.tree.forget()
 
     def _repeated(self, request: ChatRequest, headers: Mapping[str, str]) -> Call | None:
@@ -216,20 +172,20 @@ class AgentEpisode:
         return same[-1] if says_so and same else None
 
     def _begin(self, request: ChatRequest) -> Call:
-        turns, most = len(self.tree.turns), self.rules.max_turns
+        turns, most = sum(turn.is_side == request.is_side for turn in self.tree.turns), self.rules.max_turns
         if turns >= most:
-            self.limit = "turns"
+            self.limit = self.limit if request.is_side else "turns"
             raise ApiError(f"environment.max_turns={most}: the episode has had them", code="too_many_turns")
         try:
             turn = self.tree.begin(request)
         except ApiError as error:
-            if error.code == "context_length_exceeded":
+            if error.code == "context_length_exceeded" and not request.is_side:
                 self.limit = "length"
             raise
+        if not turn.is_side and not all(other.is_side for other in self._by_turn):
+            self.tree.is_sequential = False
         call = self._by_turn[turn] = Call(request, turn)
         self._calls.append(call)
-        if self._under_way:
-            self.tree.is_sequential = False
         self._under_way += 1
         self._idle_since = None
         prompt = turn.prompt_ids

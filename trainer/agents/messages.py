@@ -1,8 +1,10 @@
-"""Messages, replies and errors as the chat API has them, and messages as text of the conversation."""
+"""Messages, replies and errors as all APIs of the endpoint have them, and messages as text of the conversation."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,18 +30,12 @@ class ApiError(Exception):
         self.status = status
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the answer."""
+        """Return the body of the answer, which is that of OpenAI's and of Anthropic's APIs."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_FIELDS = {
-    "system": {"role", "content"},
-    "user": {"role", "content"},
-    "assistant": {"role", "content", "tool_calls", "annotations"},
-    "tool": {"role", "content", "tool_call_id", "name"},
-}
+        return {
+            "type": "error",
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
 
 
 @dataclass(frozen=True)
@@ -70,49 +66,59 @@ class ChatMessage:
 
     @property
     def identity(self) -> str:
-        """Text that is the same for a reply and for what agents make of it: blanks around its content do not count."""
-        calls = [[call.name, json.loads(call.arguments)] for call in self.calls]
-        return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
+        """Text that is the same for a reply and for what agents make of it.
+
+        Thoughts and blanks around the content do not count. Numbers are doubles: JavaScript writes 1.0 as 1.
+        """
+        calls = [[call.name, json.loads(call.arguments, parse_int=_double)] for call in self.calls]
+        content = split_thoughts(self.content)[1] if self.role == "assistant" else self.content
+        return json.dumps([self.role, content.strip(), calls], sort_keys=True)
 
 
-def parse_messages(value: Any) -> list[ChatMessage]:
-    """Return the messages of a request.
+def _double(digits: str) -> float | str:
+    number = float(digits)
+    return number if math.isfinite(number) else digits
+
+
+def split_thoughts(text: str) -> tuple[str, str]:
+    """Return what a reply has up to `</think>`, and the rest; all of it is rest if it has no such mark."""
+    thoughts, mark, rest = text.rpartition("</think>")
+    return (thoughts.replace("<think>", "", 1).strip(), rest) if mark else ("", text)
+
+
+def in_order(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return messages in an order that chat templates render: one system message, the first, then others in turn.
+
+    Later system messages become the user's. Neighbours of one role become one message, but for answers of tools.
+    """
+    ordered: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "system" and any(one.role != "system" for one in ordered):
+            message = dataclasses.replace(message, role="user")
+        last = ordered[-1] if ordered else None
+        if last is not None and last.role == message.role != "tool":
+            content = "\n".join(filter(None, [last.content, message.content]))
+            ordered[-1] = dataclasses.replace(last, content=content, calls=last.calls + message.calls)
+        else:
+            ordered.append(message)
+    return ordered
+
+
+def read_text(value: Any, where: str, kinds: Sequence[str], between: str = "") -> str:
+    """Return a text, or the texts of a list of parts, joined.
+
+    Args:
+        kinds: types of parts that are text.
 
     Raises:
-        ApiError: they are not what a chat of text consists of.
+        ApiError: it is something else, or has no tokens.
     """
-    if not isinstance(value, list) or not value:
-        raise ApiError("messages must be a list that is not empty", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
-
-
-def _message(value: Any, where: str) -> ChatMessage:
-    if not isinstance(value, Mapping):
-        raise ApiError(f"{where} must be an object", where)
-    role = _ROLES.get(value["role"]) if isinstance(value.get("role"), str) else None
-    if role is None:
-        raise ApiError(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
-    unknown = [name for name, item in value.items() if name not in _FIELDS[role] and item is not None]
-    if unknown:
-        field = f"{where}.{unknown[0]}"
-        raise ApiError(f"{field}: this endpoint does not read it in a message of the role {value['role']}", field)
-    calls = _calls(value.get("tool_calls") or [], f"{where}.tool_calls")
-    content = _content(value.get("content"), f"{where}.content", may_lack=role == "assistant")
-    call_id = value.get("tool_call_id") or ""
-    if not isinstance(call_id, str):
-        raise ApiError(f"{where}.tool_call_id must be text", f"{where}.tool_call_id")
-    return ChatMessage(role, content, calls, call_id)
-
-
-def _content(value: Any, where: str, may_lack: bool) -> str:
-    if value is None and may_lack:
-        return ""
     if isinstance(value, list):
         for i, part in enumerate(value):
-            is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            is_text = isinstance(part, Mapping) and part.get("type") in kinds and isinstance(part.get("text"), str)
             if not is_text:
-                raise ApiError(f"{where}[{i}] must be a part of the type text", f"{where}[{i}]")
-        value = "".join(part["text"] for part in value)
+                raise ApiError(f"{where}[{i}] must be a part of the type {' or '.join(kinds)}", f"{where}[{i}]")
+        value = between.join(part["text"] for part in value)
     if not isinstance(value, str):
         raise ApiError(f"{where} must be text", where)
     _check_text(value, where)
@@ -126,26 +132,19 @@ def _check_text(value: str, where: str) -> None:
         raise ApiError(f"{where} has half of a surrogate pair, which has no tokens", where) from error
 
 
-def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
-    if not isinstance(value, list):
-        raise ApiError(f"{where} must be a list", where)
-    return tuple(_call(call, f"{where}[{i}]") for i, call in enumerate(value))
+def read_call(name: Any, arguments: Any, call_id: Any, where: str) -> ToolCall:
+    """Return a call of a tool. Its arguments are JSON, as text.
 
-
-def _call(value: Any, where: str) -> ToolCall:
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if not isinstance(function, Mapping) or value.get("type", "function") != "function":
-        raise ApiError(f"{where} must be a call of a function", where)
-    name, arguments = function.get("name"), function.get("arguments")
+    Raises:
+        ApiError: it has no name, or its arguments are no object.
+    """
     if not isinstance(name, str) or not isinstance(arguments, str):
-        raise ApiError(f"{where}.function must have name and arguments, both text", f"{where}.function")
-    _check_text(name, f"{where}.function.name")
+        raise ApiError(f"{where} must have name and arguments, both text", where)
+    _check_text(name, f"{where}.name")
     parsed = normal_arguments(arguments or "{}")
     if parsed is None:
-        field = f"{where}.function.arguments"
-        raise ApiError(f"{field} must be a JSON object", field)
-    given = value.get("id")
-    return ToolCall(name, parsed, given if isinstance(given, str) else "")
+        raise ApiError(f"{where}.arguments must be a JSON object", f"{where}.arguments")
+    return ToolCall(name, parsed, call_id if isinstance(call_id, str) else "")
 
 
 def read_reply(text: str, reads_calls: bool) -> ChatMessage:
@@ -159,25 +158,16 @@ def read_reply(text: str, reads_calls: bool) -> ChatMessage:
     return ChatMessage("assistant", content, calls)
 
 
-def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request, as JSON schemas.
+def function_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool as a JSON schema.
+
+    Args:
+        function: its `name`, `description` and `parameters`. `strict` would be a promise about the arguments.
 
     Raises:
-        ApiError: one of them is no function.
+        ApiError: it has no name.
     """
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ApiError("tools must be a list", "tools")
-    return tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(value))
-
-
-def _tool(value: Any, where: str) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if (
-        not isinstance(function, Mapping)
-        or value.get("type") != "function"
-        or not isinstance(function.get("name"), str)
-    ):
+    if not isinstance(function.get("name"), str):
         raise ApiError(f"{where} must be a function with a name", where)
     _check_text(json.dumps(function, ensure_ascii=False), where)
-    # `strict` would be a promise about the arguments.
     return {"type": "function", "function": {name: item for name, item in function.items() if name != "strict"}}

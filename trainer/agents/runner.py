@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Self
 
 from trainer.agents.call_tree import CallTree, Turn
-from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
+from trainer.agents.requests import Rules
 from trainer.agents.server import AgentServer, shared_server
 from trainer.agents.sessions import AgentSession
 from trainer.config import Config
@@ -46,6 +46,7 @@ class AgentRunner(EpisodeRunner):
         self.config = e = cfg.environment
         self.seed = cfg.trainer.seed
         self.pool = EnvironmentPool(e)
+        self._slots = asyncio.Semaphore(e.agent_concurrency) if e.agent_concurrency else None
         self._answer_key = cfg.data.answer_key
         self._most_tokens = e.most_tokens
         self._longest = cfg.longest_prompt
@@ -81,7 +82,10 @@ class AgentRunner(EpisodeRunner):
 
     async def run(self, request: RolloutRequest, asks: Asks, together: tuple[Calls, list[str]]) -> Episode:
         """Run an agent. Its episode ends with it; if this is cancelled, the agent is ended."""
-        calls, errors = together
+        async with self._slots or contextlib.nullcontext():
+            return await self._run(request, asks, *together)
+
+    async def _run(self, request: RolloutRequest, asks: Asks, calls: Calls, errors: list[str]) -> Episode:
         loop = asyncio.get_running_loop()
         replies: set[asyncio.Task[None]] = set()
         failures: list[BaseException] = []

@@ -10,11 +10,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 from aiohttp import web
 
-from trainer.agents.episode import AgentEpisode, Answer, ended
+from trainer.agents.episode import WIRES, AgentEpisode, ended
 from trainer.agents.messages import ApiError
 from trainer.process.network import listen, start_server
 from trainer.sandbox.limits import LARGEST_MESSAGE
@@ -24,7 +25,7 @@ LOG = logging.getLogger(__name__)
 _PATH = "/episodes/{secret}/v1"
 _REMEMBERED = 10_000
 """Episodes that have ended whose addresses get an answer of their own."""
-_NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's clients obey it
+_NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's and Anthropic's clients obey it
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -93,7 +94,8 @@ class AgentServer:
 
     async def _start(self, listener: socket.socket) -> None:
         app = web.Application(client_max_size=LARGEST_MESSAGE, middlewares=[_errors_as_json])
-        app.router.add_post(f"{_PATH}/chat/completions", self._chat)
+        for path in WIRES:
+            app.router.add_post(f"{_PATH}/{path}", partial(self._ask, path))
         # An agent whose connection breaks may repeat its request at once: the handler must know.
         self._runner = await start_server(app, listener, auto_decompress=False)
 
@@ -103,33 +105,30 @@ class AgentServer:
             raise ended()
         episode = self._episodes.get(secret)
         if episode is None:
-            raise ApiError("there is no episode at this address", code="no_episode", status=404)
+            raise ApiError("there is no episode at this address", code="no_episode")
         return episode
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _ask(self, path: str, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
             problem = f"bodies must not be compressed (Content-Encoding: {encoding[:40]})"
             raise ApiError(problem, code="unsupported_encoding", status=415)
-        call, answer = await episode.chat(await request.read(), request.headers)
+        wire = episode.wire(path)
+        call, answer = await episode.ask(path, await request.read(), request.headers)
         with episode.delivering(call):
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError("the agent does not wait any more")
-            response = _response(answer)
+            kind = "text/event-stream" if answer.request.stream else "application/json"
+            response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
             await response.prepare(request)
             if answer.request.stream:
-                for event in answer.events():
+                for event in wire.events(answer):
                     await response.write(event)
             else:
-                await response.write(json.dumps(answer.whole()).encode())
+                await response.write(json.dumps(wire.whole(answer)).encode())
             await response.write_eof()
         return response
-
-
-def _response(answer: Answer) -> web.StreamResponse:
-    kind = "text/event-stream" if answer.request.stream else "application/json"
-    return web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
 
 
 _SHARED: dict[tuple[str, int, str | None], tuple[AgentServer, list[object]]] = {}
@@ -167,12 +166,13 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         problem = error
     except web.HTTPRequestEntityTooLarge:
         message = f"the body has more than {LARGEST_MESSAGE:,} bytes"
-        problem = ApiError(message, code="body_too_large", status=413)
+        problem = ApiError(message, code="body_too_large")
     except web.HTTPMethodNotAllowed as error:
         message = f"{request.method} is not allowed here; use {', '.join(sorted(error.allowed_methods))}"
-        problem = ApiError(message, code="wrong_method", status=405)
+        # A client that would rather have a WebSocket takes 426 for a final answer, and tries again after 405.
+        problem = ApiError(message, code="wrong_method", status=426 if "Upgrade" in request.headers else 405)
     except web.HTTPNotFound:
-        message = "this endpoint has chat/completions alone, below its base URL"
+        message = f"this endpoint has {', '.join(WIRES)}, below its base URL"
         problem = ApiError(message, code="wrong_url", status=404)
     except ConnectionError:  # nobody reads the answer
         raise

@@ -219,9 +219,13 @@ class EnvironmentConfig(Section):
     """The run ends if a greater fraction of the episodes of a batch fails, with `data.mix` of those of all sources that
     have an environment and the same limit. 1: never, and an environment that fails for the first row of the data is no
     reason not to start."""
+    agent_concurrency: int | None = setting(None, at_least=1, resume="harmless")
+    """Agents of a source that run at the same time; the others wait. null: all of a batch. Set it where each is a
+    program that takes a core or gigabytes."""
     agent_sampling: str = setting("refuse", choices=("refuse", "override"), resume="rollouts")
-    """What happens to requests of agents whose `temperature`, `top_p` or `top_k` is not that of the run. `refuse`: they
-    get an error. `override`: the values do not count. The run can learn from its own way of sampling alone."""
+    """What happens to requests of agents whose `temperature`, `top_p` or `top_k` is not that of the run, or that force
+    a call of a tool. `refuse`: they get an error. `override`: the values do not count. The run can learn from its own
+    way of sampling alone."""
     agent_address: str = setting("127.0.0.1", resume="harmless")
     """`HOST` or `HOST:PORT` on which the server for agents listens; without a port, on a free one. Agents in containers
     and on other machines need another one (see docs/agents.md)."""

@@ -109,7 +109,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one episode of an agent reaches the policy. Any OpenAI client works with it, also in another process."""
+    """Where one episode of an agent reaches the policy, with any client of OpenAI or Anthropic, in any process."""
 
     base_url: str
     """A secret address of this episode: who knows it speaks for the agent. It ends with the episode."""
@@ -120,8 +120,20 @@ class Endpoint:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of a process, from which OpenAI clients take the address and the key."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        """Environment variables of a process, from which clients of OpenAI and Anthropic take address and key.
+
+        The last three keep Claude Code from asking the policy for what is not a part of the task, or from letting it
+        be trained, and from a first line that differs from task to task.
+        """
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_SMALL_FAST_MODEL": f"{self.model}-side",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        }
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from tests.cpu.unit.agents.test_chat_request import parse
-from trainer.agents.episode import Answer
+from tests.cpu.unit.agents.test_requests import parse
+from trainer.agents.answers import Answer
+from trainer.agents.chat_wire import ChatWire
 from trainer.agents.messages import read_reply
 from trainer.generation.engine import Completion
 
@@ -21,24 +22,24 @@ def answer(text: str, reason: str = "stop", **fields: Any) -> Answer:
 
 
 def events_of(given: Answer) -> list[Any]:
-    text = b"".join(given.events()).decode()
+    text = b"".join(ChatWire().events(given)).decode()
     *events, end, rest = text.split("\n\n")
     assert end == "data: [DONE]" and rest == ""
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def test_an_answer_has_what_clients_read():
-    whole = answer("ab").whole()
+    whole = ChatWire().whole(answer("ab"))
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
     assert whole["choices"][0]["finish_reason"] == "stop"
     assert (whole["object"], whole["model"]) == ("chat.completion", "policy")
-    assert answer("", reason="length").whole()["choices"][0] == {
+    assert ChatWire().whole(answer("", reason="length"))["choices"][0] == {
         "index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "length", "logprobs": None
     }  # fmt: skip
 
 
 def test_calls_of_tools_have_ids_that_are_the_same_again():
-    (choice,) = answer(CALLS).whole()["choices"]
+    (choice,) = ChatWire().whole(answer(CALLS))["choices"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Hm"
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [
         {"name": "f", "arguments": '{"a": 1}'},
@@ -46,9 +47,9 @@ def test_calls_of_tools_have_ids_that_are_the_same_again():
     ]
     ids = [call["id"] for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 2 and ids == [
-        call["id"] for call in answer(CALLS).whole()["choices"][0]["message"]["tool_calls"]
+        call["id"] for call in ChatWire().whole(answer(CALLS))["choices"][0]["message"]["tool_calls"]
     ]
-    assert answer(CALLS[3:]).whole()["choices"][0]["message"]["content"] is None
+    assert ChatWire().whole(answer(CALLS[3:]))["choices"][0]["message"]["content"] is None
 
 
 def test_events_add_up_to_the_answer():

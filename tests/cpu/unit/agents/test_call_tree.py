@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tests.support.agents import runs_of
 from tests.support.chat_templates import LAST_USER
 from trainer.agents.call_tree import CallTree
-from trainer.agents.chat_request import ChatRequest, Rules, parse_request
+from trainer.agents.chat_wire import ChatWire
 from trainer.agents.messages import ApiError, ChatMessage
+from trainer.agents.requests import ChatRequest, Rules, parse_request
 from trainer.generation.engine import Completion, Sampling
 
 USUAL = Sampling(1.0, 1.0, -1, 32, (4,))
@@ -25,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 def request_of(messages: list[Any], **fields: Any) -> ChatRequest:
     body = json.dumps({"model": "policy", "messages": messages, **fields}).encode()
-    return parse_request(body, Rules("policy", USUAL, USUAL, overrides=False, max_turns=99))
+    return parse_request(body, Rules("policy", USUAL, USUAL, overrides=False, max_turns=99), ChatWire())
 
 
 def user(text: str) -> dict[str, str]:
@@ -196,7 +197,7 @@ def test_a_prompt_may_be_as_long_as_the_limit(tokenizer, known):
         talk.ask([user("a"), one, user("bc")], "2<|end|>")
 
     ask(9)
-    with pytest.raises(ApiError, match="a prompt may have 8") as refusal:
+    with pytest.raises(ApiError, match="prompt is too long: .*9 tokens > 8 maximum") as refusal:
         ask(8)
     assert refusal.value.code == "context_length_exceeded"
 

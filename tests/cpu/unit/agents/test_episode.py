@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.agents import runs_of
 from trainer.agents.call_tree import CallTree, Turn
-from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.messages import ApiError
+from trainer.agents.requests import Rules
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.seeding import turn_seed
 
@@ -54,7 +54,7 @@ class Talk:
         body = {"model": "policy", "messages": [{"role": "user", "content": text}], **fields}
 
         async def call() -> str:
-            call, answer = await self.episode.chat(json.dumps(body).encode(), dict(headers))
+            call, answer = await self.episode.ask("chat/completions", json.dumps(body).encode(), dict(headers))
             with self.episode.delivering(call):
                 if breaks:
                     raise ConnectionResetError
@@ -158,7 +158,7 @@ async def test_an_episode_has_so_many_replies(talk):
 def test_a_prompt_that_is_too_long_is_refused_and_the_episode_goes_on(tokenizer):
     async def run() -> None:
         talk = Talk(tokenizer, longest=8)
-        with pytest.raises(ApiError, match="12 tokens; a prompt may have 8"):
+        with pytest.raises(ApiError, match="12 tokens > 8 maximum"):
             await (await talk.send("x" * 10))
         assert talk.episode.limit == "length"
         task = await talk.send("x")
@@ -238,5 +238,5 @@ async def test_after_the_end_all_calls_are_refused(talk):
     for task in (waiting, await talk.send("b")):
         with pytest.raises(ApiError, match="the episode has ended") as refusal:
             await task
-        assert refusal.value.status == 410
+        assert refusal.value.status == 400
     assert talk.episode.tree.samples() == []

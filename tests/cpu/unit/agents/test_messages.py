@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.agents.messages import ApiError, ChatMessage, parse_messages, parse_tools, read_reply
+from trainer.agents.chat_wire import parse_messages, parse_tools
+from trainer.agents.messages import ApiError, ChatMessage, read_reply
 from trainer.environments.tools import ToolCall
 
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":1, "a": 2}'}}

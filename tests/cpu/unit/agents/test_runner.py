@@ -64,6 +64,14 @@ def test_agents_ask_and_give_the_reward(one_call, tokenizer):
     assert {request.seed for request in again.asked} == {request.seed for request in policy.asked}
 
 
+def test_few_agents_run_at_the_same_time_if_the_config_says_so(tokenizer, tmp_path):
+    rows = [{"prompt": "a", "directory": str(tmp_path)}] * 5
+    policy = Policy(tokenizer, lambda *_: "ok")
+    for bound, running in [(None, 5), (2, 2)]:
+        with runner_of(tokenizer, "Counted", agent_concurrency=bound) as runner:
+            assert max(one.reward for one in run(runner, policy, requests_of(*rows))) == running
+
+
 @pytest.mark.parametrize(
     "do, reason", [("raise", "run raised RuntimeError: it broke in agents.py:"), ("die", "run ended its process")]
 )

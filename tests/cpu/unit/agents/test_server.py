@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.agents import Policy, run_beside, runs_of
 from trainer.agents.call_tree import CallTree
-from trainer.agents.chat_request import Rules
 from trainer.agents.episode import AgentEpisode
+from trainer.agents.requests import Rules
 from trainer.agents.server import AgentServer, shared_server
 from trainer.errors import UserError
 from trainer.files.redaction import redact_text
@@ -117,10 +117,10 @@ def test_bad_requests_get_an_error_that_clients_do_not_repeat(served):
     answer = served.post(content=b"{")
     assert answer.status_code == 400 and "no JSON" in answer.json()["error"]["message"]
     answer = served.post(content=b" " * (LARGEST_MESSAGE + 1))
-    assert answer.status_code == 413 and "more than 16,777,216 bytes" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "more than 16,777,216 bytes" in answer.json()["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="temperature=0.2: the run samples with 1"):
         served.client.chat.completions.create(model="policy", messages=SAID, temperature=0.2)
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4o'; the policy is called policy"):
+    with pytest.raises(openai.BadRequestError, match="there is no model 'gpt-4o'; the policy is called policy"):
         served.client.chat.completions.create(model="gpt-4o", messages=SAID)
     for _ in range(5):
         served.client.chat.completions.create(model="policy", messages=SAID)
@@ -144,7 +144,7 @@ def test_a_compressed_body_is_refused(served, caplog, body):
     assert caplog.records == [], "the job's log is no place for the mistakes of agents"
 
 
-@pytest.mark.parametrize("path, status", [("/chat/completions", 413), ("/completions", 404)])
+@pytest.mark.parametrize("path, status", [("/chat/completions", 400), ("/completions", 404)])
 def test_a_client_that_sends_all_of_a_huge_body_first_gets_the_answer(served, path, status):
     request = urllib.request.Request(served.url + path, data=b" " * 100_000_000)
     with pytest.raises(urllib.error.HTTPError) as refusal:
@@ -170,13 +170,13 @@ def test_after_the_end_calls_are_refused(server, served):
     call(server, lambda: None)
     with pytest.raises(openai.APIStatusError, match="the episode has ended") as refusal:
         waiting()
-    assert refusal.value.status_code == 410
+    assert refusal.value.status_code == 400
     server.post(*answer)
     with pytest.raises(openai.APIStatusError, match="the episode has ended"):
         served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.trained()) == 1
     stranger = openai.OpenAI(base_url=server.address("f" * 32), api_key="any")
-    with pytest.raises(openai.NotFoundError, match="there is no episode at this address"):
+    with pytest.raises(openai.BadRequestError, match="there is no episode at this address"):
         stranger.chat.completions.create(model="policy", messages=SAID)
 
 

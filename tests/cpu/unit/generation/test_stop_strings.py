@@ -20,7 +20,7 @@ from trainer.generation.engine import Completion
 def test_a_stop_ends_a_completion_at_the_token_that_completes_it(tokenizer, text, stops, kept, shown):
     tokens = tokenizer.encode(text)
     completion = Completion(tokens, np.arange(len(tokens)), "length", (3, 5), ((3, 2), (5, len(tokens) - 2)))
-    cut, said = cut_at(completion, stops, tokenizer.decode)
+    cut, said, _ = cut_at(completion, stops, tokenizer.decode)
     count = len(tokenizer.encode(kept))
     assert (tokenizer.decode(cut.token_ids), said) == (kept, shown)
     assert cut.logprobs.tolist() == list(range(count))

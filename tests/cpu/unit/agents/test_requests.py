@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.agents.chat_request import Rules, parse_request
+from trainer.agents.chat_wire import ChatWire
 from trainer.agents.messages import ApiError
+from trainer.agents.requests import Rules, parse_request
 from trainer.generation.engine import Sampling
 
 USUAL = Sampling(1.0, 0.9, -1, 32, (4,))
@@ -20,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def parse(rules: Rules = RULES, **fields: Any) -> Any:
-    return parse_request(json.dumps({"model": "policy", "messages": SAID, **fields}).encode(), rules)
+    return parse_request(json.dumps({"model": "policy", "messages": SAID, **fields}).encode(), rules, ChatWire())
 
 
 def test_a_request_has_defaults():
@@ -75,13 +76,13 @@ def test_what_is_not_supported_is_refused_by_its_field():
         with pytest.raises(ApiError) as refusal:
             parse(**fields)
         assert refusal.value.param == field and field in refusal.value.message
-        assert refusal.value.status == (404 if field == "model" else 400)
+        assert refusal.value.status == 400
 
 
 def test_a_body_that_is_no_object_is_refused():
     for body in [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"a":' + b"[" * 60 + b"]" * 60 + b"}"]:
         with pytest.raises(ApiError, match="body"):
-            parse_request(body, RULES)
+            parse_request(body, RULES, ChatWire())
 
 
 def test_requests_may_name_how_the_run_samples():

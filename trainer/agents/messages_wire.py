@@ -1,0 +1,185 @@
+"""Anthropic's API: `POST /messages`, as Claude Code and Anthropic's clients speak it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer.agents.answers import Answer
+from trainer.agents.messages import ApiError, ChatMessage, function_schema, in_order, read_call, read_text
+from trainer.agents.requests import ChatRequest, Rules, note_thinking, take_limit, take_stops, take_tool_choice
+
+_TEXT = ("text",)
+
+
+class MessagesWire:
+    """Anthropic's API. The fields of blocks that are not named here do not count, as `cache_control`, which moves."""
+
+    without_effect = frozenset({"metadata", "cache_control", "service_tier", "thinking"})
+    neutral: Mapping[str, tuple[Any, ...]] = {}
+
+    def read(self, given: dict[str, Any], rules: Rules, digest: str) -> ChatRequest:
+        if "thinking" in given:
+            note_thinking("thinking")
+        system = read_text(given.pop("system", ""), "system", _TEXT, between="\n")
+        messages = [ChatMessage("system", system)] if system else []
+        messages += _messages(given.pop("messages", None))
+        if not messages or messages[-1].role not in ("user", "tool"):
+            raise ApiError("messages: the last one must be of the role user, and hold a text or an answer", "messages")
+        tools = _tools(given.pop("tools", []))
+        choice = given.get("tool_choice")
+        if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") and not rules.overrides:
+            field = "tool_choice.disable_parallel_tool_use"
+            raise ApiError(f"{field} must be false, or left out", field, "unsupported_value")
+        _check_context_management(given.pop("context_management", {}))
+        return ChatRequest(
+            messages=in_order(messages),
+            tools=tools,
+            reads_calls=take_tool_choice(given, rules) and bool(tools),
+            max_tokens=take_limit(given, "max_tokens"),
+            stop=take_stops(given, "stop_sequences"),
+            is_side=_is_side(given.pop("output_config", {}), tools),
+        )
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        return {
+            **_head(answer),
+            "content": _blocks(answer),
+            "stop_reason": _stop_reason(answer),
+            "stop_sequence": answer.turn.stop,
+            "usage": _usage(answer, answer.completion_tokens),
+        }
+
+    def events(self, answer: Answer) -> Iterator[bytes]:
+        def event(kind: str, **fields: Any) -> bytes:
+            return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+        start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
+        yield event("message_start", message=start)
+        for index, block in enumerate(_blocks(answer)):
+            empty, deltas = _pieces(block)  # some clients read a block's beginning, others its deltas alone
+            yield event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield event("content_block_delta", index=index, delta=delta)
+            yield event("content_block_stop", index=index)
+        end = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.turn.stop}
+        yield event("message_delta", delta=end, usage=_usage(answer, answer.completion_tokens))
+        yield event("message_stop")
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"id": f"msg_{answer.name}", "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _usage(answer: Answer, output: int) -> dict[str, int]:
+    """Clients shorten their history by these numbers."""
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": answer.prompt_tokens, **cached, "output_tokens": output}
+
+
+def _stop_reason(answer: Answer) -> str:
+    if answer.message.calls:
+        return "tool_use"
+    if answer.turn.stop is not None:
+        return "stop_sequence"
+    return "max_tokens" if answer.is_cut else "end_turn"
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    thoughts, text = answer.thoughts_and_text
+    blocks: list[dict[str, Any]] = []
+    if thoughts:
+        blocks.append({"type": "thinking", "thinking": thoughts, "signature": answer.name})
+    if text or not answer.message.calls:
+        blocks.append({"type": "text", "text": text})
+    for name, call in answer.calls():
+        blocks.append({"type": "tool_use", "id": name, "name": call.name, "input": json.loads(call.arguments)})
+    return blocks
+
+
+def _pieces(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block as it begins, and the deltas that fill it."""
+    if block["type"] == "thinking":
+        deltas = [
+            {"type": "thinking_delta", "thinking": block["thinking"]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+        return {**block, "thinking": "", "signature": ""}, deltas
+    if block["type"] == "tool_use":
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+    return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+
+
+def _messages(value: Any) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise ApiError("messages must be a list that is not empty", "messages")
+    return [one for i, message in enumerate(value) for one in _message(message, f"messages[{i}]")]
+
+
+def _message(value: Any, where: str) -> Iterator[ChatMessage]:
+    """Yield what a message holds: answers of tools are messages of their own."""
+    role = value.get("role") if isinstance(value, Mapping) else None
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(f"{where}.role must be user, assistant or system", f"{where}.role")
+    content = value.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ApiError(f"{where}.content must be text, or a list of blocks", f"{where}.content")
+    role = "assistant" if role == "assistant" else "user"  # templates have one system message, the first
+    for i, block in enumerate(content):
+        yield from _block(block, role, f"{where}.content[{i}]")
+
+
+def _block(block: Any, role: str, where: str) -> Iterator[ChatMessage]:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    match kind, role:
+        case "text", _:
+            yield ChatMessage(role, read_text([block], where, _TEXT))
+        case "tool_use", "assistant":
+            arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+            yield ChatMessage(role, "", (read_call(block.get("name"), arguments, block.get("id"), where),))
+        case "thinking" | "redacted_thinking", "assistant":
+            pass  # what the policy has thought is known
+        case "tool_result", "user":
+            content = read_text(block.get("content") or "", f"{where}.content", _TEXT, between="\n")
+            call_id = block.get("tool_use_id")
+            yield ChatMessage("tool", content, call_id=call_id if isinstance(call_id, str) else "")
+        case _:
+            kinds = "text, tool_use or thinking" if role == "assistant" else "text or tool_result"
+            raise ApiError(f"{where} must be a block of the type {kinds}", where)
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list):
+        raise ApiError("tools must be a list", "tools")
+    tools = []
+    for i, tool in enumerate(value):
+        where = f"tools[{i}]"
+        if not isinstance(tool, Mapping) or tool.get("type", "custom") not in ("custom", None):
+            raise ApiError(f"{where} must be a tool of the agent's own (type custom), with a name", where)
+        schema = {"name": tool.get("name"), "parameters": tool.get("input_schema", {})}
+        if "description" in tool:
+            schema["description"] = tool["description"]
+        tools.append(function_schema(schema, where))
+    return tuple(tools)
+
+
+def _is_side(config: Any, tools: tuple[Any, ...]) -> bool:
+    """Return whether a request wants JSON and has no tools: a client asks so for the title of a session."""
+    if not isinstance(config, Mapping) or not set(config) <= {"effort", "format", "task_budget"}:
+        raise ApiError("output_config may hold effort and format", "output_config")
+    if config.get("format") is not None and tools:
+        field = "output_config.format"
+        raise ApiError(f"{field}: the policy writes what it writes; leave it out", field, "unsupported_value")
+    return config.get("format") is not None
+
+
+def _check_context_management(config: Any) -> None:
+    edits = config.get("edits", []) if isinstance(config, Mapping) else None
+    if not isinstance(edits, list) or not all(
+        isinstance(edit, Mapping) and edit.get("keep") == "all" for edit in edits
+    ):
+        field = "context_management"
+        raise ApiError(f"{field}: the agent keeps its own history; leave it out", field, "unsupported_value")
