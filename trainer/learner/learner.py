@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
-from trainer.algorithms import AdaptiveKL, FixedKL, Totals
+from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample, TokenScores
@@ -26,6 +25,8 @@ from trainer.parallel.profiling import step_directory
 from trainer.process.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)
+_SCORED = ("input_ids", "mask", "lengths", "group_ids")
+"""Arrays of a batch that a role reads to score it."""
 
 
 class Learner:
@@ -102,10 +103,10 @@ class Learner:
         self._forward_passes = sum(share * self.ranks.relative_sizes[role] for role, share in passes)
         if not chosen:
             return batch
-        inputs = {name: batch[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
+        inputs = {name: batch[name] for name in _SCORED}
         found = {}
         with self.timer("logprob"):
-            stored = StoredBatch(self.cluster, inputs)
+            stored = StoredBatch(self.cluster, inputs, *self._divided(batch, step))
             for score, rows in chosen:
                 if len(rows) == size:
                     found[score.name] = self.ranks.score(score.role, score.output, stored)
@@ -114,6 +115,14 @@ class Learner:
                 array[rows] = self.ranks.score(score.role, score.output, some)
                 found |= {score.name: array, f"has_{score.name}": np.isin(np.arange(size), rows)}
         return batch | found
+
+    def _divided(self, batch: Batch, step: int) -> tuple[Sequence[np.ndarray] | None, bool]:
+        """Return how `StoredBatch` divides a batch that is scored: its mini-batches, and whether it keeps groups."""
+        if not self.objective.scores_as_updated:
+            return None, False
+        mini_batches = self.objective.mini_batches(batch, step)  # of each epoch
+        first = mini_batches[: len(mini_batches) // self.cfg.trainer.update_epochs]
+        return first, self.objective.unit == GROUP
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         """Train the roles, the policy last, on a step's experience; returns the step's metrics.
@@ -164,17 +173,34 @@ class Learner:
             for row, length in enumerate(batch["lengths"])
         ]
 
-    def loss(self, samples: Sequence[Sample]) -> float:
-        """Return the cross-entropy of validation samples under the policy, in nats per token."""
-        batch = build_batch(samples)
-        totals = Totals.of(torch.from_numpy(batch["mask"]))
-        return self.ranks.cross_entropy(StoredBatch(self.cluster, batch), totals)
+    def held_out(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Return the objective's loss and metrics of held-out episodes under the policy, by the names of its `loss`.
+
+        Raises:
+            NotImplementedError: the objective compares samples with the policy that sampled them.
+        """
+        objective, batch = self.objective, batch_of(episodes)
+        if objective.reads_old_logprobs:
+            raise NotImplementedError(f"{type(objective).__name__} has no loss of rows that nobody sampled")
+        keeps_groups = objective.unit == GROUP
+        stored = StoredBatch(self.cluster, {name: batch[name] for name in _SCORED}, None, keeps_groups)
+        scored = {one.name: self.ranks.score(one.role, one.output, stored) for one in objective.scores(batch, 0)}
+        batch = objective.experience(episodes, batch | scored).batch
+        stored = StoredBatch(self.cluster, batch, None, keeps_groups)
+        return self.ranks.evaluate(stored, objective.totals("policy", batch), objective.numbers())
 
     def last_scores(self, role: str, samples: Sequence[Sample]) -> np.ndarray:
-        """Return what a role with a head `score` gives each sample after its last token, `(B,)`: a reward model."""
+        """Return what a role with a head `score` gives each sample, `(B,)`: a reward model.
+
+        The score is that of the state after the last token that the policy sampled, its stop token, whatever follows
+        it. Without such a token it is that after the last one.
+        """
         batch = build_batch(samples)
         scores = self.ranks.score(role, "values", StoredBatch(self.cluster, batch))
-        return scores[np.arange(len(samples)), batch["lengths"] - 1]
+        columns = np.arange(batch["mask"].shape[1])
+        last = ((batch["mask"] > 0) * columns).max(axis=1)
+        last = np.where((batch["mask"] > 0).any(axis=1), last, batch["lengths"] - 1)
+        return scores[np.arange(len(samples)), last]
 
     def accuracy(self, samples: Sequence[Sample]) -> float:
         """Return the share of samples whose tokens to train on are what greedy decoding would answer.

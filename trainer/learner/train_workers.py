@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.algorithms import Totals
 from trainer.cluster.resources import rank_environment
 from trainer.cluster.worker_groups import CallFutures, Cluster, WorkerGroup
 from trainer.config import Config
@@ -156,9 +155,9 @@ class TrainWorkers:
         """Return the `output` `(B, T)` of a role for a batch: `logprobs`, `values` or `is_likeliest`."""
         return _assemble(self._call_shares(role, output, batch), batch.shape)
 
-    def cross_entropy(self, batch: StoredBatch, totals: Totals) -> float:
-        """Return the cross-entropy of a batch under the policy, in nats per token."""
-        return self._call_shares("policy", "cross_entropy", batch, totals)[0]
+    def evaluate(self, batch: StoredBatch, totals: Any, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return the objective's loss and metrics of the policy over a batch (see `TrainedWorker.evaluate`)."""
+        return self._call_shares("policy", "evaluate", batch, totals, numbers)[0]
 
     def update(
         self, role: str, batch: StoredBatch, step: int, totals: Sequence[Any], numbers: Mapping[str, float]

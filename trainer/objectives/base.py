@@ -73,6 +73,11 @@ class Objective:
     reads_old_logprobs = False
     """The loss of the policy reads `old_logprobs`. Where the batch has none, the first optimizer step of the policy
     takes the log-probs of its own forward pass, whose weights are still the old ones."""
+    scores_as_updated = False
+    """What is computed before the update is computed in the micro-batches of the update, so that a role with the
+    policy's weights gives the numbers of the policy to the last bit."""
+    extremes: Mapping[str, str] = {}
+    """Metrics of `loss` that are no shares of a sum, but the `min` or `max` of a micro-batch."""
     compares_completions = False
     """The objective compares the rows of a group, so these must be able to differ."""
 
@@ -171,7 +176,8 @@ class Objective:
     ) -> LossResult:
         """Return the micro-batch's share of the loss of the mini-batch, a scalar, and its shares of metrics.
 
-        The shares of all micro-batches on all ranks are added up, so divide by `totals`. A rank without rows computes
+        The shares of all micro-batches on all ranks are added up, so divide by `totals`. They are of held-out rows,
+        too, where an evaluation asks for them. A rank without rows computes
         one row whose float arrays, `mask` included, are 0; its share counts as 0.
 
         Args:
@@ -186,6 +192,8 @@ class Objective:
 _BUILT_IN = {
     "policy_gradient": "trainer.objectives.policy_gradient:PolicyGradient",
     "cross_entropy": "trainer.objectives.cross_entropy:CrossEntropy",
+    "dpo": "trainer.objectives.preferences:DPO",
+    "reward_model": "trainer.objectives.preferences:RewardModel",
 }
 """The objectives of this package, by the names that `TaskSpec.objective` takes."""
 

@@ -217,6 +217,13 @@ class Layout:
         dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))
 
+    def max_over_data(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the largest of each value over all ranks. A collective. All ranks must pass the same names."""
+        names = sorted(values)
+        largest = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return dict(zip(names, largest.tolist(), strict=True))
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return a rank's share of a loss, scaled so that the gradients of all shares are summed.
 

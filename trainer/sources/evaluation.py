@@ -11,7 +11,7 @@ import numpy as np
 from trainer.config import Config, ValSetConfig
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
-from trainer.episodes import Episode, Sample
+from trainer.episodes import Episode
 from trainer.generation.engine import Sampling
 from trainer.metrics.estimates import means_of, row_values
 from trainer.metrics.names import of_val_set, pass_at
@@ -27,19 +27,19 @@ VALIDATION = "validation"
 
 
 class LossEvaluator:
-    """Measures the cross-entropy of validation examples, in nats per token.
+    """Measures the objective's own loss and metrics of held-out episodes, as `val/loss` and so on.
 
     Args:
-        loss: returns the mean loss of samples under the current policy.
+        held_out: of the learner; returns them under the current policy.
     """
 
-    def __init__(self, examples: Sequence[Sample], loss: Callable[[Sequence[Sample]], float]):
-        self._examples = examples
-        self._loss = loss
+    def __init__(self, episodes: Sequence[Episode], held_out: Callable[[Sequence[Episode]], Mapping[str, float]]):
+        self._episodes = episodes
+        self._held_out = held_out
 
     def evaluate(self, step: int) -> Evaluation:
         with TRACER.span(VALIDATION):
-            return Evaluation({"val/loss": self._loss(self._examples)})
+            return Evaluation({f"val/{name}": value for name, value in self._held_out(self._episodes).items()})
 
 
 class RolloutEvaluator:

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.data.datasets import check_files
 from trainer.data.sft_dataset import load_train, load_val
+from trainer.episodes import Episode
 from trainer.models.checks import check_trained_models
 from trainer.models.files import load_config
 from trainer.models.tokenizer import stop_token_ids
@@ -33,7 +34,8 @@ def _source(given: Ingredients) -> tuple[SupervisedSource, LossEvaluator | None]
     source = _examples(cfg, given.tokenizer, given.path)
     stops = stop_token_ids(given.path, given.tokenizer)
     val_examples = load_val(cfg.data, cfg.sft, given.tokenizer, stops) if cfg.trainer.val_interval > 0 else []
-    return source, LossEvaluator(val_examples, given.learner.loss) if val_examples else None
+    episodes = [Episode(f"val:{i}", f"val:{i}", [example]) for i, example in enumerate(val_examples)]
+    return source, LossEvaluator(episodes, given.learner.held_out) if episodes else None
 
 
 def _examples(cfg: Config, tokenizer: Any, path: str) -> SupervisedSource:

@@ -179,6 +179,37 @@ def stack_rows(results: Sequence[tuple[Sequence[int] | np.ndarray, np.ndarray]])
     return np.asarray(rows, dtype=np.int64), stacked
 
 
+class Shares:
+    """The loss and the metrics of micro-batches, as they are added up over a batch.
+
+    Args:
+        extremes: see `Objective.extremes`.
+    """
+
+    def __init__(self, extremes: Mapping[str, str]):
+        self._extremes = extremes
+        self._sums: dict[str, Tensor] = {}
+        self._largest = dict.fromkeys(extremes, -math.inf)
+
+    def add(self, loss: Tensor, metrics: Mapping[str, Tensor], has_rows: bool) -> Tensor:
+        """Add a micro-batch; returns its loss, which is 0 if its row stands for none."""
+        loss = loss if has_rows else 0 * loss
+        for name, value in {"loss": loss, **metrics}.items():
+            if name not in self._extremes:
+                value = value if has_rows or name == "loss" else 0 * value
+                self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+            elif has_rows:
+                sign = 1 if self._extremes[name] == "max" else -1
+                self._largest[name] = max(self._largest[name], sign * float(value))
+        return loss
+
+    def total(self, layout: Layout) -> dict[str, float]:
+        """Return the numbers over all ranks. A collective."""
+        found = layout.sum_over_data({name: float(value) for name, value in self._sums.items()})
+        largest = layout.max_over_data(self._largest) if self._extremes else {}
+        return found | {name: value if self._extremes[name] == "max" else -value for name, value in largest.items()}
+
+
 def _means(metrics: Sequence[Mapping[str, float]], tokens: Sequence[float]) -> dict[str, float]:
     """Return the means of the metrics of mini-batches with these numbers of tokens.
 
@@ -256,7 +287,7 @@ class TrainedWorker(ModelWorker):
             NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
         """
         plan = self.micro_batches(share, part)
-        sums: dict[str, Tensor] = {}
+        shares = Shares(self.objective.extremes)
         for i, take in enumerate(plan):
             last = i == len(plan) - 1
             self.module.set_is_last_backward(last)
@@ -264,13 +295,9 @@ class TrainedWorker(ModelWorker):
             micro_batch = take()
             if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 self.tokens_computed += micro_batch.packing.tokens
-            loss, metrics = loss_function(micro_batch)
-            if not micro_batch.rows:  # of a row that stands for none
-                loss, metrics = 0 * loss, {name: 0 * value for name, value in metrics.items()}
+            loss = shares.add(*loss_function(micro_batch), has_rows=bool(micro_batch.rows))
             self.layout.scale_loss(loss).backward()
-            for name, value in {"loss": loss, **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double()
-        totals = self.layout.sum_over_data({name: float(value) for name, value in sums.items()})
+        totals = shares.total(self.layout)
         self.check_sums(totals)
         grad_norm = self.layout.clip_grad_norm(self.module.parameters(), self.optimizer_config.max_grad_norm)
         for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
@@ -282,6 +309,22 @@ class TrainedWorker(ModelWorker):
             lr = self.optimizers.step()
         failpoint("updating")
         return {**totals, "grad_norm": grad_norm, "lr": lr}
+
+    @torch.no_grad()
+    def evaluate(self, share: Share, totals: Any, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return the objective's loss and metrics over a batch of held-out rows.
+
+        Args:
+            totals, numbers: of the whole batch (see `Objective.loss`).
+        """
+        shares = Shares(self.objective.extremes)
+        for part in share.parts:
+            for take in self.micro_batches(share, part):
+                mb = take()
+                result = self.objective.loss(self.role, self.outputs(mb, part), mb, totals, numbers)
+                shares.add(*result, has_rows=bool(mb.rows))
+        reshard(self.module)
+        return shares.total(self.layout)
 
     def check_sums(self, sums: dict[str, float]) -> None:
         """Check sums over a mini-batch before its optimizer step, and remove those that are no metrics."""

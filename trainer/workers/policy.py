@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.algorithms import Totals, aggregate
 from trainer.config import RoleSpec
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
@@ -28,7 +27,7 @@ from trainer.objectives.base import LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.load_balancing import Part, Share, has_old_logprobs
 from trainer.parallel.mesh import Layout
-from trainer.parallel.shard import param_dtype, reshard
+from trainer.parallel.shard import param_dtype
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
@@ -174,21 +173,6 @@ class PolicyWorker(TrainedWorker):
             largest, limit = state[_DIFFERENCE].tolist()
             is_known = largest >= 0 and limit == self._logprob_limit  # else another engine or dtype computes now
             self._largest_difference = largest if is_known else None
-
-    @torch.no_grad()
-    def cross_entropy(self, share: Share, totals: Totals) -> float:
-        """Return the cross-entropy (nats per token) of the tokens whose mask is 1, for validation data.
-
-        Args:
-            totals: of the whole batch.
-        """
-        own = 0.0
-        for part in share.parts:
-            for take in self.micro_batches(share, part):
-                mb = take()
-                own += float(aggregate(-self._logprobs(mb), mb["mask"], "token_mean", totals))
-        reshard(self.module)
-        return self.layout.sum_over_data({"loss": own})["loss"]
 
     def is_likeliest(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
         """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of a batch.

@@ -113,8 +113,8 @@ def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
         rank.score(role, "logprobs", batch)
         found[role] = is_gathered(worker.module)
     share = rank._share("policy", batch, [np.arange(len(batch["input_ids"]))])
-    worker.cross_entropy(share, Totals.of(torch.from_numpy(batch["mask"])))
-    return {**found, "cross-entropy": is_gathered(worker.module)}
+    worker.evaluate(share, Totals.of(torch.from_numpy(batch["mask"])), {})
+    return {**found, "evaluation": is_gathered(worker.module)}
 
 
 def test_no_pass_leaves_weights_gathered(tmp_path):

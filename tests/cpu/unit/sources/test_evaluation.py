@@ -133,4 +133,7 @@ def test_a_record_of_a_set_is_of_its_reward(tmp_path, model):
 
 def test_validation_examples_are_evaluated_under_the_current_policy():
     sample = Sample(np.zeros(3, np.int32), np.ones(3, np.float32))
-    assert LossEvaluator([sample, sample], lambda samples: float(len(samples))).evaluate(3).metrics == {"val/loss": 2.0}
+    found = LossEvaluator([Episode("0", "0", [sample])] * 2, lambda episodes: {"loss": float(len(episodes))}).evaluate(
+        3
+    )
+    assert found.metrics == {"val/loss": 2.0}
