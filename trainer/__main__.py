@@ -15,6 +15,8 @@ from trainer.process.signals import SIGNALS
 COMMANDS = {
     "train": ("trainer.main:main", "train with rewards or environments: GRPO, PPO and others"),
     "sft": ("trainer.main:main_sft", "train on examples, or on kept completions"),
+    "dpo": ("trainer.main:main_dpo", "train on preferences: pairs of a better and a worse answer"),
+    "rm": ("trainer.main:main_rm", "train a reward model on such pairs"),
     "evaluate": (
         "trainer.evaluate.__main__:main",
         "evaluate a model, an export or a checkpoint",
@@ -30,7 +32,7 @@ COMMANDS = {
     "config": ("trainer.config.reference:main", "print the reference of all config keys"),
 }
 """Function and purpose of each command. The function reads `sys.argv`, and returns the exit status or None."""
-JOBS = ("train", "sft", "evaluate", "inference")
+JOBS = ("train", "sft", "dpo", "rm", "evaluate", "inference")
 """Commands that run long. They handle signals."""
 _HELP = """usage: trainer COMMAND [ARGUMENT ...]
 

@@ -1,4 +1,4 @@
-"""`trainer train` and `trainer sft`: compose the config, check it and the machine, run the task."""
+"""`trainer train`, `sft`, `dpo` and `rm`: compose the config, check it and the machine, run the task."""
 
 from __future__ import annotations
 
@@ -180,3 +180,13 @@ def main() -> None:
 def main_sft() -> None:
     """Train on examples as the command line says; ends the process."""
     run_app(train, "sft", ["trainer.task=sft"])
+
+
+def main_dpo() -> None:
+    """Train on preferences as the command line says; ends the process."""
+    run_app(train, "dpo", ["trainer.task=dpo"])
+
+
+def main_rm() -> None:
+    """Train a reward model as the command line says; ends the process."""
+    run_app(train, "rm", ["trainer.task=rm"])

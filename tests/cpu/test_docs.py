@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from tests.cpu.test_architecture import ALLOWED
 from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
-from trainer.config import Config, compose, valid_keys
+from trainer.config import TASKS, Config, compose, valid_keys
 from trainer.config.hydra import compose_flags
 from trainer.config.overrides import parsed, refuse_unread
 from trainer.evaluate.subject import PATH as EVALUATION_TASK
@@ -118,7 +118,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps = flags.multirun
     overrides = OverridesParser.create().parse_overrides(flags.overrides)
     overrides = [override for override in overrides if not override.is_hydra_override()]
-    task = ["trainer.task=sft"] if command == "sft" else []
+    task = [f"trainer.task={command}"] if command in TASKS else []
     fixed = [*task, *(override.input_line for override in overrides if not override.is_sweep_override())]
 
     def compose_words(words: list[str]) -> Config:

@@ -23,7 +23,7 @@ from typing import Any
 
 from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
-from trainer.config.tasks import TaskSpec
+from trainer.config.tasks import TASKS, TaskSpec
 from trainer.errors import UserError
 from trainer.process.log_setup import logging_to_file, show_messages
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
@@ -87,7 +87,7 @@ def train(
         policy_loss: a function for `algorithm.policy_loss`, or its name.
         curriculum: a function for `data.curriculum`, or its name.
         environment: a class for `environment.name`, or its name.
-        task: for `trainer.task`: `rl`, `sft`, an import path, or a `trainer.tasks.TaskSpec`.
+        task: for `trainer.task`: `rl`, `sft`, `dpo`, `rm`, an import path, or a `trainer.tasks.TaskSpec`.
         on_step: called in this process with the metrics of each finished step and its `step`, while the run waits. If
             it returns something true, or raises, the run saves and stops after this step; `train` then returns a result
             whose `status` is `stopped`, or raises the exception.
@@ -105,7 +105,8 @@ def train(
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
     if in_process:
-        generates = task.generates if isinstance(task, TaskSpec) else "trainer.task=sft" not in overrides
+        idle = [f"trainer.task={name}" for name, spec in TASKS.items() if not spec.generates]
+        generates = task.generates if isinstance(task, TaskSpec) else not set(idle) & set(overrides)
         return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *overrides], pickles, on_step)
     return _conclude(*_run(overrides, pickles, on_step))
 

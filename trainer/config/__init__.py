@@ -13,7 +13,7 @@ from trainer.config.algorithm import (
     correction_of,
     named_options,
 )
-from trainer.config.data import DataConfig, SFTConfig, ValSetConfig
+from trainer.config.data import DataConfig, DPOConfig, RMConfig, SFTConfig, ValSetConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
 from trainer.config.logger import LoggerConfig

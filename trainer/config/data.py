@@ -1,4 +1,4 @@
-"""`data.*` and `sft.*`: prompts, examples and answers. Any resume may change `data.*`: the ledger compares the rows."""
+"""`data.*`, `sft.*`, `dpo.*`, `rm.*`: prompts, examples, pairs. Any resume may change `data.*`: rows are compared."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ class NamedData(Section):
 
 COLUMNS = ("prompt_key", "answer_key", "messages_key", "system_prompt")
 """Keys of `data` that its sources and sets have, too."""
+PAIR_COLUMNS = ("chosen_key", "rejected_key", "margin_key")
+"""Keys of `data` that are for all its sources."""
 
 
 @dataclass
@@ -128,6 +130,12 @@ class DataConfig(Section):
     """Number of training examples to generate, or most examples to use from the files. -1: all."""
     val_size: int = setting(-1, at_least=1, off=-1, resume="validation")
     """Number of validation examples to generate, or most examples to use from the files. -1: all."""
+    chosen_key: str = setting("chosen", resume="harmless")
+    """Column of the better answer (tasks `dpo` and `rm`): a text, or a list of chat messages."""
+    rejected_key: str = setting("rejected", resume="harmless")
+    """Column of the worse answer."""
+    margin_key: str = setting("margin", resume="harmless")
+    """Column with the number by which the score of the better answer should be higher (task `rm`), if rows have it."""
     system_prompt: str | None = setting(None, resume="harmless")
     """System message that is put before every prompt."""
     curriculum: str | None = setting(None, resume="harmless")
@@ -166,6 +174,7 @@ class DataConfig(Section):
             val_size=source.size,
             curriculum=source.curriculum if isinstance(source, SourceConfig) else None,
             section=section,
+            **{column: getattr(self, column) for column in PAIR_COLUMNS},
             **{column: getattr(source, column) for column in COLUMNS},
         )
 
@@ -213,3 +222,34 @@ class SFTConfig(Section):
     the policy that sampled it. null: plain cross-entropy (distillation)."""
     optimizer: SFTOptimizerConfig = subsection(SFTOptimizerConfig)
     """Optimizer of supervised training. What it does not have is as in `trainer.policy.optimizer`."""
+
+
+DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "sppo_hard")
+"""The losses of `trainer.algorithms.preferences`."""
+SMOOTHED = ("sigmoid", "robust")
+"""Those that read `dpo.label_smoothing`."""
+
+
+@dataclass
+class DPOConfig(Section):
+    beta: float = setting(0.1, above=0, resume="update")
+    """Strength of the pull to the reference: a reward is `beta` times the log-ratio of policy and reference."""
+    loss_type: str = setting("sigmoid", choices=DPO_LOSSES, resume="update")
+    """Loss of a pair (docs/preferences.md has the formulas): `sigmoid` is DPO."""
+    label_smoothing: float = setting(0.0, at_least=0, at_most=0.499, resume="update")
+    """Share of pairs whose answers are assumed to be the wrong way round, for `sigmoid` (conservative DPO) and
+    `robust`."""
+    sft_coef: float = setting(0.0, at_least=0, resume="update")
+    """Weight of the cross-entropy of the chosen answers, a mean over their tokens in the mini-batch. 0: none."""
+    max_length: int = setting(1024, at_least=2, resume="rollouts")
+    """Longest prompt and answer in tokens. A longer answer is cut; a pair is left out if the cut leaves nothing to
+    learn, or two equal answers."""
+
+
+@dataclass
+class RMConfig(Section):
+    center_rewards_coefficient: float | None = setting(None, above=0, resume="update")
+    """Weight of the squared sum of the two scores of a pair, which keeps scores around 0, such as 0.01. null: none."""
+    max_length: int = setting(1024, at_least=2, resume="rollouts")
+    """Longest prompt and answer in tokens. A pair with a longer one is left out, because its score is that of the stop
+    token."""

@@ -189,10 +189,23 @@ def to_config(dict_config: Any) -> Config:
         made = {str(one): read_section(given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
         setattr(value_of(config, key.rpartition(".")[0]), key.rpartition(".")[2], made)
     refuse_unknown_keys(config)
+    _set_defaults_of_task(config)
     if config.rollout.num_engines == RolloutConfig.num_engines:
         config.rollout.num_engines = max(1, len(config.rollout.urls))
     validate(config)
     return config
+
+
+def _set_defaults_of_task(config: Config) -> None:
+    """Set `TaskSpec.defaults`, where neither the user nor a group has set another value than the schema's."""
+    given = {word.partition("=")[0].lstrip("+~") for word in words_given()} | _LINES.keys()
+    for key, value in config.task.defaults.items():
+        if not is_name(key):
+            raise UserError(f"trainer.task={config.trainer.task}: sets a default of {no_such_key(key)}")
+        section, _, name = key.rpartition(".")
+        is_given = any(f"{key}.".startswith(f"{one}.") for one in given)
+        if not is_given and value_of(config, key) == value_of(Config(), key):
+            setattr(value_of(config, section), name, copy.deepcopy(value))
 
 
 # --- Sections that the user names ---

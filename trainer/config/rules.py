@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.config import fields
 from trainer.config.algorithm import CORRECTIONS, correction_of, saved_correction
-from trainer.config.data import GENERATORS, DataConfig, NamedData, SourceConfig, ValSetConfig
+from trainer.config.data import GENERATORS, SMOOTHED, DataConfig, NamedData, SourceConfig, ValSetConfig
 from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
 from trainer.config.logger import SERVICES, LoggerConfig
@@ -284,6 +284,9 @@ def check_model(config: Config) -> Rules:
     if model.path is not None or not config.task.trains:
         return
     longest = f"{LONGEST_OF_TINY}, the longest sequence of the built-in model"
+    if not config.task.generates:
+        yield config.longest_row > LONGEST_OF_TINY, config.task.longest, f"exceeds {longest}"
+        return
     yield config.sft.max_length > LONGEST_OF_TINY, "sft.max_length", f"exceeds {longest}"
     single_turn = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     is_long = LONGEST_OF_TINY < config.longest_sequence == single_turn
@@ -463,6 +466,14 @@ def check_sft(config: Config) -> Rules:
     for key in ("sft.min_reward", "sft.max_weight"):
         problem = "is for rollouts; set sft.source=rollouts or drop the key"
         yield not are_rollouts and value_of(config, key) is not None, key, problem
+
+
+@_rules_of("dpo")
+def check_dpo(config: Config) -> Rules:
+    """An option that the loss does not read."""
+    problem = f"dpo.loss_type={config.dpo.loss_type} does not read it; set it to 0, or choose one of {SMOOTHED}"
+    is_unread = config.dpo.label_smoothing > 0 and config.dpo.loss_type not in SMOOTHED
+    yield is_unread, "dpo.label_smoothing", problem
 
 
 @_rules_of("logger")

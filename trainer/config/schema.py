@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.data import DataConfig, NamedData, SFTConfig
+from trainer.config.data import DataConfig, DPOConfig, NamedData, RMConfig, SFTConfig
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.fields import Section, subsection, value_of, walk_keys, walk_sections
 from trainer.config.logger import LoggerConfig, PlanConfig
@@ -59,6 +59,8 @@ class Config(Section):
     rollout: RolloutConfig = subsection(RolloutConfig)
     inference: InferenceConfig = subsection(InferenceConfig)
     sft: SFTConfig = subsection(SFTConfig)
+    dpo: DPOConfig = subsection(DPOConfig)
+    rm: RMConfig = subsection(RMConfig)
     logger: LoggerConfig = subsection(LoggerConfig)
     plan: PlanConfig = subsection(PlanConfig)
 
@@ -94,7 +96,7 @@ class Config(Section):
     @property
     def longest_row(self) -> int:
         """Most tokens of a sequence that the ranks compute."""
-        return self.longest_sequence if self.task.generates else self.sft.max_length
+        return self.longest_sequence if self.task.generates else value_of(self, self.task.longest)
 
     @property
     def longest_prompt(self) -> int:

@@ -148,9 +148,13 @@ def critic_role(config: Config) -> RoleSpec:
     )
 
 
-def reference_role(config: Config) -> RoleSpec:
-    """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step."""
-    t, interval = config.trainer, config.algorithm.ref_sync_interval
+def reference_role(config: Config, moves: bool = True) -> RoleSpec:
+    """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step.
+
+    Args:
+        moves: read `algorithm.ref_sync_interval`.
+    """
+    t, interval = config.trainer, config.algorithm.ref_sync_interval if moves else 0
     is_copied = interval > 0
     is_policy_base = t.policy.lora.rank is not None and not is_copied
     return RoleSpec(
@@ -206,6 +210,16 @@ def supervised_roles(config: Config) -> tuple[RoleSpec, ...]:
     return (policy_role(config, like_policy(config, config.sft.optimizer), updates_per_step=1),)
 
 
+def preference_roles(config: Config) -> tuple[RoleSpec, ...]:
+    """Return the policy, and its initial weights as the reference."""
+    return policy_role(config), reference_role(config, moves=False)
+
+
+def reward_model_roles(config: Config) -> tuple[RoleSpec, ...]:
+    """Return the trained reward model, which is the policy for all that loops over roles."""
+    return (dataclasses.replace(policy_role(config), head=SCORE),)
+
+
 KEY = "trainer.task"
 OPTIONS = "algorithm.options"
 _OF_OTHER_COMMANDS = ("inference.*", "plan.*")
@@ -235,6 +249,11 @@ class TaskSpec:
     name of a built-in task, which `trainer.tasks` builds."""
     total_steps: str = "trainer.total_steps"
     """The key with the number of steps."""
+    longest: str = "sft.max_length"
+    """The key with the most tokens of a row, unless engines sample the rows."""
+    rows_of_group: int = 0
+    """The rows of a group, of which a step has `trainer.train_batch_size`, unless engines sample them. 0: a step fills
+    `sft.batch_size` rows."""
     optimizer: str = "trainer.policy.optimizer"
     """The section with the optimizer of the policy."""
     best: str = ""
@@ -260,6 +279,8 @@ class TaskSpec:
     `Objective.options`. A resume keeps them, also where `unused` covers `algorithm.*`."""
     may_change: tuple[str, ...] = ()
     """Patterns of further keys that may change when a run resumes."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys by their dotted names, where the user sets none and no group sets another than the schema's."""
     unused_with_path: tuple[str, ...] = ()
     """Further such patterns if `model.path` is set."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -314,9 +335,48 @@ class TaskSpec:
         return tuple(own) if has_loss else ("policy/loss", *own)
 
 
-_LOSS = "Loss (supervised)"
+_LOSS, _PAIRS, _REWARDS = "Held-out loss", "Pairs", "Rewards of pairs"
+_OF_PAIRS = ("dpo.*", "rm.*", "data.chosen_key", "data.rejected_key", "data.margin_key")
+"""Keys of tasks whose data are pairs of answers."""
+_OF_ENGINES = ("algorithm.*", "rollout.*", "reward.*", "environment.*", "trainer.critic.*", "data.val_sets*")
+"""Keys that no task reads whose data are there before the run."""
+_WITHOUT_CURRICULUM = ("data.curriculum", "data.mix.*.curriculum")
+_NOT_OF_PAIRS = (*_OF_ENGINES, *_WITHOUT_CURRICULUM, "sft.*", "data.*answer_key", "data.*messages_key")
+
+
+def _held_out(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return metrics with those of held-out rows."""
+    held_out = {
+        f"val/{name}": Metric(f"`{name}` of the held-out pairs.", one.unit, one.better, one.panel)
+        for name, one in metrics.items()
+    }
+    return {**metrics, **held_out}
+
+
+_VAL_LOSS = {
+    "val/loss": Metric(
+        "The run's own loss of held-out rows: cross-entropy of the tokens to train on (`sft`), or the loss of pairs "
+        "(`dpo`, `rm`).",
+        "nats",
+        "min",
+        _LOSS,
+    )
+}
+_REWARDS_OF_PAIRS = {
+    "rewards/chosen": Metric("Mean reward of the chosen answers.", "reward", "", _REWARDS),
+    "rewards/rejected": Metric("Mean reward of the rejected answers.", "reward", "", _REWARDS),
+    "rewards/accuracies": Metric(
+        "Pairs whose chosen answer has the higher reward. A reward is the score of a reward model, or `dpo.beta` times "
+        "the log-ratio of policy and reference.",
+        "share",
+        "max",
+        _PAIRS,
+        watched=True,
+    ),
+    "rewards/margins": Metric("Mean difference of the two rewards of a pair.", "reward", "max", _REWARDS),
+}
 TASKS: dict[str, TaskSpec] = {
-    "rl": TaskSpec("rl", roles=policy_gradient_roles, generates=True, unused_with_path=("sft.*",)),
+    "rl": TaskSpec("rl", roles=policy_gradient_roles, generates=True, unused=_OF_PAIRS, unused_with_path=("sft.*",)),
     "sft": TaskSpec(
         "sft",
         objective="cross_entropy",
@@ -325,18 +385,13 @@ TASKS: dict[str, TaskSpec] = {
         optimizer="sft.optimizer",
         best="val/loss",
         unused=(
-            "algorithm.*",
-            "rollout.*",
-            "reward.*",
-            "environment.*",
+            *_OF_ENGINES,
+            *_WITHOUT_CURRICULUM,
+            *_OF_PAIRS,
             *(f"trainer.policy.optimizer.{name}" for name in ("lr", "scheduler", "warmup_steps", "schedule_steps")),
-            "trainer.critic.*",
             "trainer.*_batch_size",
             "trainer.update_epochs",
             "trainer.total_steps",
-            "data.val_sets*",
-            "data.curriculum",
-            "data.mix.*.curriculum",
         ),
         may_change=("sft.steps",),
         metrics={
@@ -345,13 +400,47 @@ TASKS: dict[str, TaskSpec] = {
             ),
             "sft/kl": Metric("KL of the policy that sampled the rollouts to the model, with `sft.max_weight`.", "nats"),
             "sft/clip_frac": Metric("Tokens whose importance weight was cut at `sft.max_weight`.", "share"),
-            "val/loss": Metric(
-                "Cross-entropy of the tokens to train on in the held-out examples (supervised training).",
-                "nats",
-                "min",
-                _LOSS,
-            ),
+            **_VAL_LOSS,
         },
+    ),
+    "dpo": TaskSpec(
+        "dpo",
+        objective="dpo",
+        roles=preference_roles,
+        longest="dpo.max_length",
+        rows_of_group=2,
+        best="val/loss",
+        unused=(*_NOT_OF_PAIRS, "rm.*", "data.margin_key"),
+        metrics=_VAL_LOSS
+        | _held_out(
+            {
+                **_REWARDS_OF_PAIRS,
+                "logps/chosen": Metric("Mean log-prob of the chosen answers, summed over their tokens.", "nats"),
+                "logps/rejected": Metric("Mean log-prob of the rejected answers, summed over their tokens.", "nats"),
+                "dpo/sft_loss": Metric("Cross-entropy of the chosen answers, with `dpo.sft_coef`.", "nats", "min"),
+            }
+        ),
+    ),
+    "rm": TaskSpec(
+        "rm",
+        objective="reward_model",
+        roles=reward_model_roles,
+        longest="rm.max_length",
+        rows_of_group=2,
+        best="val/loss",
+        unused=(*_NOT_OF_PAIRS, "dpo.*"),
+        defaults={"trainer.policy.optimizer.lr": 1e-5},
+        metrics=_VAL_LOSS
+        | _held_out(
+            {
+                **_REWARDS_OF_PAIRS,
+                "rm/accuracy": Metric("The same as `rewards/accuracies`, by TRL's name.", "share", "max"),
+                "rm/margin": Metric("The same as `rewards/margins`, by TRL's name.", "reward", "max"),
+                "rm/mean_reward": Metric("Mean score of all answers.", "reward"),
+                "rm/min_reward": Metric("Lowest score of an answer in a mini-batch.", "reward"),
+                "rm/max_reward": Metric("Highest score of an answer in a mini-batch.", "reward"),
+            }
+        ),
     ),
 }
 """The built-in tasks, by the name that `trainer.task` gives them."""

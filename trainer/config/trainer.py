@@ -20,8 +20,8 @@ THIS_PROCESS = "this_process"
 class TrainerConfig(Section):
     task: str = setting("rl", resume=ResumeRule("never", "it is a checkpoint of that task", ("data",)))
     """What is trained: `rl` (completions that the policy samples, with rewards or environments), `sft` (examples or
-    kept completions), or a task of your own, by the import path of its `TaskSpec`. `trainer sft` sets it to `sft`. A
-    run continues with no other task."""
+    kept completions), `dpo` (preferences), `rm` (a reward model), or a task of your own, by the import path of its
+    `TaskSpec`. `trainer sft` sets it to `sft`, and so on. A run continues with no other task."""
     run_name: str = setting("default", resume="harmless")
     """Plain name of the run, without slashes. It is part of `run_dir` and of the name in W&B."""
     run_dir: str = setting("outputs/${trainer.run_name}${sweep_suffix:}", resume="harmless")

@@ -193,7 +193,13 @@ def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
         raise data.with_own_names(error) from error
 
 
-def check_files(data: DataConfig, examples: bool = True, validation: bool = True, as_rows: bool = False) -> None:
+def check_files(
+    data: DataConfig,
+    examples: bool = True,
+    validation: bool = True,
+    as_rows: bool = False,
+    check: Callable[[Any, Callable[[], str], DataConfig], Any] | None = None,
+) -> None:
     """Check the first rows of the local files, so that bad data is refused before anything starts.
 
     `read_examples` checks the remaining rows when it reads the data.
@@ -202,6 +208,7 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
         examples: the training files contain examples, and not rollouts.
         validation: the validation files will be read.
         as_rows: rows may have any columns.
+        check: of each row, in place of that of an example: called with the row, what names it, and `data`.
 
     Raises:
         UserError: a file is missing, empty or malformed, or lacks a column; or the task of a generator cannot be made.
@@ -218,7 +225,9 @@ def check_files(data: DataConfig, examples: bool = True, validation: bool = True
             count = _CHECKED_ROWS if limit < 0 else min(limit, _CHECKED_ROWS)
             for where, line in itertools.islice(lines(file, key), count):
                 row = parsed(line, where, key)
-                if as_rows or is_example:
+                if check is not None:
+                    check(row, lambda where=where: where, data)
+                elif as_rows or is_example:
                     (_row if as_rows else _example)(row, where, data)
 
 

@@ -111,21 +111,33 @@ def encode(
     """
     reply = example.get("reply", {"role": "assistant", "content": example["answer"]})
     messages = [*as_messages(example["prompt"], system_prompt), reply]
-    tools, variables = beside(example, where)
+    learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    rows = encode_chat(tokenizer, messages, learnt, *beside(example, where), sft.max_length, stops)
+    if check is not None:
+        check.add(messages[:-1], rows[-1].prompt, rows[-1].token_ids, where)
+    return [_sample(row.token_ids, row.mask, None, sft.max_length) for row in rows]
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    learnt: Sequence[int],
+    tools: list[Any] | None,
+    variables: Mapping[str, Any],
+    max_length: int,
+    stops: Stops,
+) -> list[Row]:
+    """Return the tokens of a chat, with a mask of the replies that have the indices `learnt` (see `encode`)."""
 
     def write(chat: Sequence[Mapping[str, Any]], is_prompt: bool) -> str:
         return render_text(tokenizer, chat, is_prompt, tools, variables)
 
-    last = len(messages) - 1
-    learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
     rows: list[Row] = []
     for prompt, said in replies_of(tokenizer, stops, write, messages, learnt):
         if not rows or not rows[-1].goes_on(prompt):
-            rows.append(Row(tokenizer, stops, sft.max_length))
+            rows.append(Row(tokenizer, stops, max_length))
         rows[-1].add(prompt, said)
-    if check is not None:
-        check.add(messages[:last], rows[-1].prompt, rows[-1].token_ids, where)
-    return [_sample(row.token_ids, row.mask, None, sft.max_length) for row in rows]
+    return rows
 
 
 def _encode_rollout(sample: Sample, sft: SFTConfig) -> Sample:

@@ -149,11 +149,16 @@ def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Wo
     dp = math.prod(size for name, size in sizes.items() if not AXES[name].same_rows)
     micro = t.max_tokens_per_micro_batch * sizes["cp"]
     if not cfg.task.generates:
-        length = cfg.sft.max_length
+        length = cfg.longest_row
         prompt = p.prompt_tokens or max(1, length // 2)
         response = p.response_tokens or max(1, length - prompt)
+        tokens, n = max(micro, length), cfg.task.rows_of_group
+        if n:
+            steps, shares = cfg.roles[0].updates_per_step, packs and cfg.model.attn_implementation == "sdpa"
+            groups, epochs = t.train_batch_size, t.update_epochs
+            work = (groups, n, prompt, response, length, 0, steps, epochs, dp, sizes["cp"], tokens, shares)
+            return Workload(*work, fixed_tokens=False, packs=packs)
         rows = max(1, cfg.sft.batch_size * length // (prompt + response))
-        tokens = max(micro, length)
         return Workload(rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], tokens, False, True, packs)
     reply, left = r.max_response_tokens, p.most_response_tokens(cfg)
     policy = next(role for role in cfg.roles if role.name == "policy")

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.files.redaction import HIDDEN
 
-_JOBS = ("train", "sft")
+_JOBS = ("train", "sft", "dpo", "rm")
 PYTHON_RUN = "trainer.api.worker_main"
 """The module of the process that `trainer.train` starts."""
 PASSED_FUNCTIONS = "passed_functions"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ import xxhash
 from trainer.checkpoint.components import Component
 from trainer.config import SFTConfig
 from trainer.data.ledger import Ledger, MixLedger, SampleIndex
+from trainer.data.pairs import Pair
 from trainer.episodes import Episode, Sample
 from trainer.seeding import permutation
 from trainer.sources.episode_metrics import mix_progress
@@ -55,6 +56,13 @@ class LedgerSource:
         """Return the rows of `step`, each with its episodes, which are one group. Changes nothing."""
         raise NotImplementedError
 
+    def group_of(self, index: SampleIndex) -> tuple[str, str]:
+        """Return the name of a row's group, and its source (see `Episode.source`)."""
+        if not isinstance(self.ledger, MixLedger):
+            return f"{index.epoch}:{index.index}", ""
+        name = self.ledger.name_of(index)
+        return f"{name}:{index.epoch}:{index.index}", f"mix.{name}"
+
     def next(self, step: int) -> list[Episode]:
         drawn = self.draw(step)
         self._steps[step] = [index for index, _ in drawn]
@@ -96,17 +104,7 @@ class SupervisedSource(LedgerSource):
         self.sft = sft
         self._datasets = datasets
         self._seed = seed
-        ledger: Ledger | MixLedger
-        if weights:
-            by_name = dict(zip(weights, datasets, strict=True))
-            ledgers = {
-                name: Ledger(dataset, seed, "examples", partial(fingerprint_of, dataset), source=name)
-                for name, dataset in by_name.items()
-            }
-            ledger = MixLedger(ledgers, weights, {name: len(dataset) for name, dataset in by_name.items()})
-        else:
-            (dataset,) = datasets
-            ledger = Ledger(dataset, seed, "examples", partial(fingerprint_of, dataset))
+        ledger = ledger_of(datasets, seed, weights, "examples", fingerprint_of)
         super().__init__(ledger, f"{sum(map(len, datasets)):,} examples")
 
     def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
@@ -123,8 +121,8 @@ class SupervisedSource(LedgerSource):
             used += len(sample.token_ids)
             uid, source = f"{index.epoch}:{index.index}:{index.dataset}", ""
             if isinstance(self.ledger, MixLedger):
-                name = self.ledger.name_of(index)
-                uid, source = f"{name}:{index.epoch}:{index.index}:0", f"mix.{name}"
+                group, source = self.group_of(index)
+                uid = f"{group}:0"
             drawn.append((index, [Episode(uid, uid, [sample], source=source)]))
         return drawn
 
@@ -132,6 +130,66 @@ class SupervisedSource(LedgerSource):
         """Return at most `count` of the examples, drawn by the seed of the run."""
         examples = [example for dataset in self._datasets for example in dataset]
         return [examples[i] for i in permutation(len(examples), self._seed, "some examples")[:count]]
+
+
+class PairSource(LedgerSource):
+    """Pairs of answers drawn in epochs, `trainer.train_batch_size` a step. Each is a group of two episodes.
+
+    Args:
+        size: number of pairs of a step.
+        datasets, seed, weights: see `SupervisedSource`.
+    """
+
+    def __init__(
+        self, size: int, datasets: Sequence[Sequence[Pair]], seed: int, weights: Mapping[str, float] | None = None
+    ):
+        self._size = size
+        super().__init__(
+            ledger_of(datasets, seed, weights, "pairs", _digest_pairs), f"{sum(map(len, datasets)):,} pairs"
+        )
+
+    def draw(self, step: int) -> list[tuple[SampleIndex, Sequence[Episode]]]:
+        drawn = self.ledger.peek(self._size)
+        return [(index, episodes_of(self.ledger.row(index), *self.group_of(index))) for index in drawn]
+
+
+def episodes_of(pair: Pair, group: str, source: str = "") -> list[Episode]:
+    """Return the episodes of a pair: the chosen answer has the reward 1, the other one 0."""
+    terms = {"margin": pair.margin}
+    return [
+        Episode(f"{group}:{i}", group, [sample], reward=1.0 - i, rewards=terms, source=source)
+        for i, sample in enumerate(pair.samples)
+    ]
+
+
+def ledger_of(
+    datasets: Sequence[Sequence[Any]],
+    seed: int,
+    weights: Mapping[str, float] | None,
+    name: str,
+    digest: Callable[[Sequence[Any]], str],
+) -> Ledger | MixLedger:
+    """Return the ledger of the rows of each source.
+
+    Args:
+        weights: of the sources, by their names. None or empty: there is one source.
+        name: what the rows are, for messages.
+        digest: returns a digest of the rows of a source.
+    """
+    if not weights:
+        (dataset,) = datasets
+        return Ledger(dataset, seed, name, partial(digest, dataset))
+    by_name = dict(zip(weights, datasets, strict=True))
+    ledgers = {
+        source: Ledger(rows, seed, name, partial(digest, rows), source=source) for source, rows in by_name.items()
+    }
+    return MixLedger(ledgers, weights, {source: len(rows) for source, rows in by_name.items()})
+
+
+def _digest_pairs(pairs: Sequence[Pair]) -> str:
+    samples = [sample for pair in pairs for sample in pair.samples]
+    margins = np.asarray([pair.margin for pair in pairs], dtype=np.float64)
+    return fingerprint_of(samples) + xxhash.xxh3_128_hexdigest(margins.tobytes())
 
 
 def fingerprint_of(examples: Sequence[Sample]) -> str:

@@ -6,7 +6,8 @@ from trainer.config import Config
 from trainer.import_utils import import_function
 from trainer.tasks.base import Task
 
-_BUILT_IN = {"rl": "trainer.tasks.rl:build", "sft": "trainer.tasks.sft:build"}
+_PAIRS = {"dpo": "trainer.tasks.pairs:build_dpo", "rm": "trainer.tasks.pairs:build_rm"}
+_BUILT_IN = {"rl": "trainer.tasks.rl:build", "sft": "trainer.tasks.sft:build", **_PAIRS}
 """Imported when they are needed: each takes a moment."""
 
 

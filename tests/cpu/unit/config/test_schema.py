@@ -18,6 +18,7 @@ BASE = config_of([])
 def test_open_sections_are_those_with_keys_of_the_users_choice():
     assert OPEN_SECTIONS == (
         "trainer.divergence_limits",
+        "trainer.policy.optimizer.options",
         "algorithm.options",
         "model.chat_template_kwargs",
         "data.synthetic_args",

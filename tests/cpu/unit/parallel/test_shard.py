@@ -113,7 +113,7 @@ def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
         rank.score(role, "logprobs", batch)
         found[role] = is_gathered(worker.module)
     share = rank._share("policy", batch, [np.arange(len(batch["input_ids"]))])
-    worker.evaluate(share, Totals.of(torch.from_numpy(batch["mask"])), {})
+    worker.evaluate(share, Totals.of(torch.from_numpy(batch["mask"])), worker.objective.numbers())
     return {**found, "evaluation": is_gathered(worker.module)}
 
 
