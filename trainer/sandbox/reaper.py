@@ -24,7 +24,7 @@ from trainer.process.log_setup import guard_output
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_TRACKER_ATTEMPTS = 300
+_SINGLE_ATTEMPTS, _TRACKER_ATTEMPTS = 10, 300
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -75,7 +75,8 @@ def _wait_for(worker: int, driver: int) -> int:
 def _end_children() -> None:
     """Kill the children until there are none. Children of a killed process become children of this one.
 
-    Python's own processes that free the shared memory of others may end by themselves, for a while.
+    Python's own processes that free the shared memory of others may end by themselves, for a while. Processes that fork
+    faster than they are killed one by one are killed with their groups, which the kernel does at once.
     """
     for attempt in range(1000):
         try:
@@ -84,9 +85,11 @@ def _end_children() -> None:
         except ChildProcessError:
             return
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if attempt > _TRACKER_ATTEMPTS or not is_tracker(child):
                     child.kill()
+                    if attempt > _SINGLE_ATTEMPTS and (group := os.getpgid(child.pid)) != os.getpgrp():
+                        os.killpg(group, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -50,6 +52,26 @@ def shares(pipe: Connection) -> None:
     time.sleep(600)
 
 
+def forks(pipe: Connection) -> None:
+    """Processes that fork without end: never more than 12, each for at most 10 s. Those that live so long say so."""
+    places, mine, end = [os.memfd_create("place") for _ in range(12)], None, time.monotonic() + 10
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    pipe.send("forks")
+    while time.monotonic() < end:
+        for place in places:
+            taken = os.open(f"/proc/self/fd/{place}", os.O_RDWR)  # a lock of it lasts until the child has ended
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fork() == 0:
+                    if mine is not None:
+                        os.close(mine)
+                    mine = taken
+                    break
+            os.close(taken)
+    pipe.send("has ended by itself")
+    os._exit(0)
+
+
 def start(serve: Callable[..., None], *arguments: int, driver: int | None = None) -> tuple[int, Connection]:
     """Start a reaper as a child of this process; return its id and the driver's end of the pipe."""
     ours, theirs = Pipe()
@@ -88,6 +110,16 @@ def test_sigterm_ends_the_worker():
     assert group == worker, "`kill 0` in user code does not reach the reaper"
     os.kill(process, signal.SIGTERM)
     assert status_of(process) == 0 and has_ended(worker)
+
+
+def test_processes_that_fork_without_end_are_ended():
+    process, pipe = start(forks)
+    assert pipe.recv() == "forks"
+    time.sleep(0.5)
+    os.kill(process, signal.SIGTERM)
+    assert status_of(process) == 0
+    with pytest.raises(EOFError):
+        pipe.recv()
 
 
 def test_shared_memory_of_processes_that_are_ended_is_freed():
