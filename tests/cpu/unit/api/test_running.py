@@ -123,12 +123,12 @@ def test_a_task_is_passed_by_value(tmp_path):
 
 
 STOPPED = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 from trainer import RunStopped, train
 
 def send():
     while not os.path.exists("ready"):
-        pass
+        time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGTERM)
 
 threading.Thread(target=send, daemon=True).start()

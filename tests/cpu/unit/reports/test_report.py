@@ -37,6 +37,10 @@ def report_of(run_dir: Path, rows: list[dict[str, float]], first_step: int = 1, 
     return picture
 
 
+FEW = [{"reward/mean": step / 8, "reward/std": 0.1} for step in range(1, 6)]
+"""Metrics of a picture with few panels, which is drawn sooner."""
+
+
 def picture_size(picture: bytes) -> tuple[int, int]:
     return struct.unpack(">II", picture[16:24])
 
@@ -94,14 +98,14 @@ def test_the_report_draws_named_validation_sets_together():
 
 
 def test_the_report_shows_pass_at_k_of_this_and_of_earlier_versions(tmp_path):
-    rows = [step_metrics(step) | {"val/accuracy": 0.5} for step in range(1, 6)]
+    rows = [row | {"val/accuracy": 0.5} for row in FEW]
     plain = report_of(tmp_path / "plain" / "run", rows)
     for number, name in enumerate(("val/pass@4", "val/pass@k")):
         assert report_of(tmp_path / str(number) / "run", [row | {name: 0.7} for row in rows]) != plain, name
 
 
 def test_the_report_draws_terms_and_what_environments_count(tmp_path):
-    rows = [step_metrics(step) for step in range(1, 6)]
+    rows = FEW
     plain = report_of(tmp_path / "plain" / "run", rows)
     for number, name in enumerate(("reward/format/mean", "reward/_hidden/mean", "episode/tool_calls/search/mean")):
         low, high = (
@@ -131,12 +135,11 @@ def test_the_report_says_which_advisories_hold_at_the_end(tmp_path):
 
 
 def test_the_report_marks_incidents(tmp_path):
-    rows = [step_metrics(step) for step in range(1, 6)]
-    plain = report_of(tmp_path / "plain" / "run", rows)
+    plain = report_of(tmp_path / "plain" / "run", FEW)
     drawn = []
     for kind in (INFRASTRUCTURE, JOB):
         run = tmp_path / kind / "run"
-        report_of(run, rows)
+        report_of(run, FEW)
         INCIDENTS.open(str(run))
         INCIDENTS.record(Incident(3, "rank", "rank 1", "10.0.0.7", kind, "killed process", "restarted", 9.0, "died"))
         INCIDENTS.close()
