@@ -1,8 +1,12 @@
 """`train`: a run from Python.
 
-Without `in_process`, the run is a process of its own (`trainer.api.worker_main`), with the command line's code from its
-first line to its last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers,
-logging nor random states of the caller can meet those of the run.
+The run is a process of its own (`trainer.api.worker_main`), with the command line's code from its first line to its
+last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers, logging nor random
+states of the caller can meet those of the run.
+
+A function of a module travels to the processes of the run as its import path. A function of a script or a notebook,
+which no other process can import, travels by value: cloudpickle writes it into the run directory, as a module that can
+be imported.
 """
 
 from __future__ import annotations
@@ -21,13 +25,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
-from trainer.config.tasks import TASKS, TaskSpec
-from trainer.errors import UserError
-from trainer.process.log_setup import logging_to_file, show_messages
-from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
-from trainer.run.next_command import PYTHON_RUN
+from trainer.config.tasks import TaskSpec
+from trainer.errors import UserError, describe_error
+from trainer.process.signals import EXIT_STATUS, HANDLED
+from trainer.run.next_command import PASSED_FUNCTIONS, PYTHON_RUN
 from trainer.run.state import OnStep
 
 Function = Callable[..., Any] | str
@@ -40,9 +42,6 @@ _KEYS = {
     "task": "trainer.task",
 }
 """The parameters of `train` that take functions, and the config key of each."""
-
-_IN_PROCESS = ("trainer.ray_address=this_process", "trainer.num_workers=1", "trainer.device=cpu")
-_ENGINE = ("rollout.engine=transformers", "rollout.num_engines=1")
 
 
 class RunStopped(Exception):
@@ -71,7 +70,6 @@ def train(
     environment: type | Function | None = None,
     task: TaskSpec | str | None = None,
     on_step: OnStep | None = None,
-    in_process: bool = False,
 ) -> RunResult:
     """Do what `trainer train OVERRIDES` does, and return the result of the run.
 
@@ -91,8 +89,6 @@ def train(
         on_step: called in this process with the metrics of each finished step and its `step`, while the run waits. If
             it returns something true, or raises, the run saves and stops after this step; `train` then returns a result
             whose `status` is `stopped`, or raises the exception.
-        in_process: for breakpoints. Driver, one rank and the transformers engine are this process, on the CPU. It
-            computes the same bits. What fails raises its own exception, and no `RunFailed`.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
@@ -104,10 +100,6 @@ def train(
     given |= {"curriculum": curriculum, "environment": environment, "task": task}
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
-    if in_process:
-        idle = [f"trainer.task={name}" for name, spec in TASKS.items() if not spec.generates]
-        generates = task.generates if isinstance(task, TaskSpec) else not set(idle) & set(overrides)
-        return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *overrides], pickles, on_step)
     return _conclude(*_run(overrides, pickles, on_step))
 
 
@@ -132,43 +124,6 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = F
     if status < 0:
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
-
-
-def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None) -> RunResult:
-    """Run in this process, and leave its environment and signal handlers as they were."""
-    import torch
-
-    from trainer.api.worker_main import job_of
-    from trainer.config.command_line import run_words
-
-    paths: dict[str, Any] = {}
-    ends: list[BaseException | None] = []  # what `on_step` has raised; None: it has returned something true
-
-    def step(metrics: dict[str, float]) -> bool:
-        assert on_step is not None
-        try:
-            if on_step(metrics):
-                ends.append(None)
-        except BaseException as error:
-            ends.append(error)
-        return bool(ends)
-
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    show_messages()
-    try:
-        with SIGNALS.listening(), logging_to_file():
-            run_words(job_of(pickles, paths.update, step if on_step else None), overrides)
-    except Stopped as reason:
-        if ends and ends[0] is not None:
-            raise ends[0] from None
-        if not ends:
-            raise RunStopped(str(reason), paths and describe_result(paths, "stopped")) from None
-        return describe_result(paths, "stopped")
-    finally:
-        torch.set_num_threads(threads)
-        os.environ.clear()
-        os.environ.update(environment)
-    return describe_result(paths, "finished")
 
 
 def _checked(overrides: Sequence[str]) -> list[str]:
@@ -197,6 +152,46 @@ def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[li
                 pickles[name] = (path.rpartition(":")[2], data)
         overrides = [*overrides, f"{key}=[{','.join(paths)}]" if several else f"{key}={path}"]
     return overrides, pickles
+
+
+def describe_function(parameter: str, function: Callable[..., Any] | str) -> tuple[str, bytes | None]:
+    """Return the import path of a function, and its pickle if no module holds it.
+
+    Args:
+        parameter: of `train`, for the import path and for errors.
+        function: a name or an import path is returned as it is.
+
+    Raises:
+        UserError: `function` is no function, or it holds something that other processes cannot get.
+    """
+    if isinstance(function, str):
+        return function, None
+    if not callable(function) and not isinstance(function, TaskSpec):
+        raise UserError(f"{parameter}: must be a function or the name of one, not {type(function).__name__}")
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    spec = getattr(sys.modules.get(module or ""), "__spec__", None)
+    if module != "__main__" and spec is not None and getattr(sys.modules[module], name, None) is function:
+        return f"{module}:{name}", None
+    plain = getattr(function, "__name__", "")
+    plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
+    return path_of(parameter, plain), _pickled(function, parameter, plain)
+
+
+def path_of(parameter: str, name: str) -> str:
+    """Return the import path of the function `name` that was passed by value."""
+    return f"{PASSED_FUNCTIONS}.{parameter}:{name}"
+
+
+def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        raise UserError(
+            f"{parameter}={name}: other processes cannot get this function ({describe_error(error)}); let it open or "
+            "make what it needs when it is called, or move it to a module"
+        ) from error
 
 
 def _run(
