@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from importlib.metadata import version
 
 import psutil
 import pytest
@@ -55,12 +56,33 @@ def test_auto_uses_a_gpu_unless_the_installed_engine_cannot(engine, monkeypatch)
 
 
 def test_a_torchvision_of_another_build_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    """transformers imports one that is installed, and would fail with a hundred lines about other names."""
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    """By its metadata; it is imported only if they do not tell, because that takes seconds."""
+    broken = "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
+    (tmp_path / "torchvision.py").write_text(
+        f"{broken}raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    with pytest.raises(UserError, match=r"^torchvision: .*torchvision::nms does not exist.*pip uninstall torchvision`"):
-        pick_device("cpu", None)
+    metadata = tmp_path / "torchvision-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    own, _, build = version("torch").partition("+")
+    assert build == "cpu", "these tests run with torch's CPU build"
+
+    def found(number: str, needed: str = own) -> str:
+        lines = ("Metadata-Version: 2.1", "Name: torchvision", f"Version: {number}", f"Requires-Dist: torch=={needed}")
+        metadata.write_text("\n".join(lines))
+        try:
+            pick_device("cpu", None)
+        except UserError as error:
+            assert "uninstall it with `pip uninstall torchvision`" in str(error)
+            return str(error)
+        return ""
+
+    assert "0.1+cpu is for torch 1.0, and torch is" in found("0.1+cpu", "1.0")
+    assert "it is 0.1+cu130, and torch is" in found("0.1+cu130")
+    assert found("0.1+cpu") == ""
+    assert not (tmp_path / "imported").exists()
+    assert "torchvision::nms does not exist" in found("0.1")
 
 
 def _sum(rank: Rank) -> tuple[float, set[str]]:
