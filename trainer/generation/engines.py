@@ -27,8 +27,7 @@ from trainer.generation.engine import build_engine
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
 from trainer.generation.server_protocol import Job
 from trainer.generation.transport import wait_for_all
-from trainer.models.files import check_torchvision
-from trainer.models.weight_files import check_one_reading
+from trainer.models.files import check_one_reading, check_torchvision
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS, Decision, Restarts, decide, describe
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped

@@ -17,7 +17,7 @@ from trainer.config.engines import ENGINES, find_engine
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
-from trainer.models.weight_files import weight_files
+from trainer.models.files import weight_files
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 

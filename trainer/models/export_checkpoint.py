@@ -21,10 +21,9 @@ from trainer.files.atomic_io import digest_weights
 from trainer.files.documents import Shape
 from trainer.models.export import CONFIG, WEIGHTS_ONLY, atomic_directory, with_dtype, write_files
 from trainer.models.export_sharded import MAX_FILE_BYTES, in_groups, plan_layout, tensor_bytes
-from trainer.models.files import ADAPTER_CONFIG
+from trainer.models.files import ADAPTER_CONFIG, check_model_files, tensors_in, weight_shapes
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, is_classifier, score_name
 from trainer.models.lora import adapted_weight, adapter_parameters, peft_name
-from trainer.models.weight_files import check_model_files, tensors_in, weight_shapes
 from trainer.models.weight_names import empty_model, file_tensors, file_units
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -1,7 +1,8 @@
-"""Find or download model directories, and read and compare their files except weights. Cheap to import."""
+"""Find or download model directories, and read, check and compare their files. Cheap to import."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import json
@@ -13,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import ModelConfig
 from trainer.config.tasks import POLICY_KEY
-from trainer.errors import UserError
-from trainer.files.atomic_io import digest_bytes
-from trainer.files.documents import parse_json
+from trainer.errors import UserError, one_line
+from trainer.files.atomic_io import digest_bytes, file_problem, open_regular
+from trainer.files.documents import parse_json, parse_object
 from trainer.files.hf_hub import first_line, pinned, why_missing, with_retries
-from trainer.models.weight_files import check_model_files, quantised_tensor, weight_shapes
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Contents = dict[str, Any]
-"""By file name: the values of a JSON object by key, or a digest of another file's content."""
+"""By file name: the digests of the values of a JSON object by key, or a digest of another file's content."""
 
 MODEL_FILES = (
     "config.json",
@@ -63,12 +63,8 @@ _HARMLESS = (
 """Keys that say who wrote a file, and where. They act on nothing."""
 _RENAMED = {"torch_dtype": "dtype"}
 """Keys that newer versions of transformers write under another name."""
-_SHORT = 200
-"""A value whose JSON has at most this many characters is kept as it is, so that a message can show it."""
-_MEDIUM = 1 << 16
-"""An object whose JSON has at most this many characters is kept key by key."""
 _SHOWN = 4
-_DIGEST = "xxh3-128 "
+"""Changed keys that a message names."""
 
 
 def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Contents:
@@ -104,12 +100,12 @@ def read_content(path: str) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     if path.endswith(".json"):
-        try:
-            content = parse_json(data)
-        except ValueError:
-            return _digest(data)
-        return {key: _short(value) for key, value in _leaves(content)} if isinstance(content, dict) else _short(content)
-    return _digest(data)
+        with contextlib.suppress(ValueError):
+            content = _without_harmless(parse_json(data))
+            if isinstance(content, dict):
+                return {key: _digest(value) for key, value in content.items()}
+            return _digest(content)
+    return digest_bytes(data)
 
 
 def differences(name: str, saved: Any, now: Any) -> str:
@@ -120,48 +116,20 @@ def differences(name: str, saved: Any, now: Any) -> str:
         return f"{name} is {'new' if saved is None else 'missing'}"
     if not (isinstance(saved, Mapping) and isinstance(now, Mapping)):
         return f"{name} has another content"
-    keys = sorted(key for key in {*saved, *now} if not (key in saved and key in now and _same(saved[key], now[key])))
-    if not keys:
-        return ""
-    shown = [_change(key, saved, now) for key in keys[:_SHOWN]]
-    more = [f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
-    return f"{name}: {', '.join(shown + more)}"
+    keys = sorted(key for key in {*saved, *now} if saved.get(key) != now.get(key))
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{name} has other values of {', '.join(map(one_line, keys[:_SHOWN]))}{more}"
 
 
-def _same(saved: Any, now: Any) -> bool:
-    return saved == now or json.dumps(saved) == json.dumps(now)  # NaN is not equal to itself
+def _without_harmless(value: Any) -> Any:
+    """Return a JSON value without the keys that act on nothing, and with the newer names of others."""
+    if isinstance(value, dict):
+        return {_RENAMED.get(key, key): _without_harmless(one) for key, one in value.items() if key not in _HARMLESS}
+    return value
 
 
-def _change(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    shown = json.dumps(key)[1:-1]
-    if key not in saved or key not in now:
-        return f"{shown} is {'new' if key not in saved else 'missing'}"
-    before, after = json.dumps(saved[key]), json.dumps(now[key])
-    if _DIGEST in before + after:
-        return f"{shown} has another value"
-    return f"{shown} was {before}, is {after}"
-
-
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of an object by their keys, those of objects in it by `outer.inner`."""
-    found: list[tuple[str, Any]] = []
-    for key, value in content.items():
-        if key in _HARMLESS:
-            continue
-        if isinstance(value, dict) and value and len(json.dumps(value)) <= _MEDIUM:
-            found += _leaves(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + _RENAMED.get(key, key), value))
-    return found
-
-
-def _short(value: Any) -> Any:
-    text = json.dumps(value, sort_keys=True)
-    return value if len(text) <= _SHORT else _digest(text.encode())
-
-
-def _digest(data: bytes) -> str:
-    return _DIGEST + digest_bytes(data)
+def _digest(value: Any) -> str:
+    return digest_bytes(json.dumps(value, sort_keys=True).encode())
 
 
 _TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
@@ -377,17 +345,22 @@ def load_trained_config(
 
 
 def check_torchvision(model: ModelConfig, path: str) -> None:
-    """Refuse a model whose class in vLLM imports torchvision where that is not installed, before an engine starts.
+    """Refuse a model whose class in vLLM imports torchvision where that cannot be imported, before an engine starts.
 
     Raises:
         UserError: see above.
     """
     kind = load_config(model, path).model_type
-    if kind.startswith(_WITH_TORCHVISION) and find_spec("torchvision") is None:
+    if not kind.startswith(_WITH_TORCHVISION):
+        return
+    if find_spec("torchvision") is None:
         raise UserError(
             f"rollout.engine=vllm: vLLM's class of {POLICY_KEY}={path} ({kind}) imports torchvision, which the CPU set "
             "leaves out; install the torchvision that fits this torch, or choose rollout=transformers"
         )
+    from trainer.parallel.mesh import import_torchvision
+
+    import_torchvision()
 
 
 def check_trained(config: PretrainedConfig, setting: str) -> None:
@@ -424,3 +397,194 @@ def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> N
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise UserError(f"{setting}: {name} of its config.json must be at least 1, and is {size}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The files by type and header, before a library reads them
+
+_READ = (".json", ".txt", ".model", ".tiktoken", ".spm", ".safetensors", ".bin", ".jinja", ".py")
+"""Endings of the files that the libraries read, or could read."""
+_QUANTISED_TYPES = ("F8", "F6", "F4")
+_SINGLE_FILE, _INDEX_IN_USE = "model.safetensors", "model.safetensors.index.json"
+_START_OF_POINTER = b"version https://git-lfs.github.com/"
+_STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
+"""A zip file, or the pickle of torch's older format."""
+
+_checked: set[tuple[str, int, int]] = set()
+
+
+def check_model_files(path: str, key: str) -> None:
+    """Check the files of the model directory `path`. Files that this process has checked before are not read again.
+
+    Args:
+        key: names the directory in messages.
+
+    Raises:
+        UserError: a file is no regular file, or has a header that cannot be true; or an index names a file outside of
+            the directory.
+    """
+    for name in sorted(os.listdir(path)):
+        if name.endswith(_READ):
+            _check_once(path, name, key)
+
+
+def tensors_in(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of the tensors in a safetensors file, by name. The library checks the header.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+        ValueError: its header cannot be true.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with open_regular(file):
+        pass
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(first_line(error)) from error
+
+
+def weight_files(path: str) -> list[str]:
+    """Return the safetensors files that hold the weights of the directory `path`, as transformers chooses them.
+
+    One file of the usual name goes before an index, even if the index names others. Empty: there is neither.
+
+    Raises:
+        OSError: the index cannot be read.
+        ValueError: it is no index, or names a file outside of its directory.
+    """
+    single, index = os.path.join(path, _SINGLE_FILE), os.path.join(path, _INDEX_IN_USE)
+    if os.path.isfile(single):
+        return [single]
+    return _files_of_index(index) if os.path.isfile(index) else []
+
+
+def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name.
+
+    Raises:
+        ValueError: a file cannot be used, or a tensor is in two files.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    try:
+        files = weight_files(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its {_INDEX_IN_USE} cannot be used ({one_line(str(error))})") from error
+    for file in files:
+        for name, (_, shape) in _usable_tensors(file).items():
+            if name in found:
+                names = [os.path.basename(one) for one in (found[name][0], file)]
+                raise ValueError(f"its {names[0]} and {names[1]} both hold {one_line(name)}; remove one of them")
+            found[name] = file, shape
+    return found
+
+
+def _usable_tensors(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    try:
+        return tensors_in(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its {os.path.basename(file)} cannot be used ({one_line(str(error))})") from error
+
+
+def check_one_reading(path: str, key: str) -> None:
+    """Refuse a directory in which vLLM would read a weight from another file than transformers.
+
+    vLLM reads the files of the index, and without an index all safetensors files.
+
+    Args:
+        key: names the directory in messages.
+
+    Raises:
+        UserError: see above; or a file cannot be used.
+    """
+    try:
+        own = weight_shapes(path)
+        index = os.path.join(path, _INDEX_IN_USE)
+        others = _files_of_index(index) if os.path.isfile(index) else _safetensors(path)
+        for file in sorted(set(others) - {file for file, _ in own.values()}):
+            if twice := own.keys() & _usable_tensors(file).keys():
+                name = min(twice)
+                raise ValueError(
+                    f"transformers reads {one_line(name)} from {os.path.basename(own[name][0])}, and vLLM from "
+                    f"{os.path.basename(file)}; remove the file that is not of this model"
+                )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={path}: {error}") from error
+
+
+def _safetensors(path: str) -> list[str]:
+    return sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
+
+
+def _files_of_index(index: str) -> list[str]:
+    return [os.path.join(os.path.dirname(index), file) for file in sorted(set(files_in_index(index).values()))]
+
+
+def quantised_tensor(path: str) -> str | None:
+    """Return the name and the type of a quantised weight in the safetensors files of the directory `path`, if any.
+
+    A library that does not know of the quantisation would read the numbers without their scales. Integers are weights
+    only under the name of one: masks and tables of tokens are integers too. Files that cannot be read are left out.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for file in weight_files(path):
+            for name, (kind, _) in tensors_in(file).items():
+                if kind.startswith(_QUANTISED_TYPES) or (kind in ("I8", "U8") and name.endswith("weight")):
+                    return f"{one_line(name)} has the type {kind}"
+    return None
+
+
+def files_in_index(index: str) -> dict[str, str]:
+    """Return the file of each tensor that an index names.
+
+    Raises:
+        OSError: the index cannot be read, or is no regular file.
+        ValueError: it is no index, or names a file outside of its directory.
+    """
+    with open_regular(index) as opened:
+        files: dict[str, str] = parse_object(opened.read(), {"weight_map": {str: str}})["weight_map"]
+    for file in set(files.values()):
+        if os.path.isabs(file) or ".." in file.split("/") or not file.isprintable():
+            raise ValueError(f"it names the file {one_line(repr(file))}, which is not in its directory")
+    return files
+
+
+def _check_once(path: str, name: str, key: str) -> None:
+    file = os.path.join(path, name)
+    try:
+        if (problem := file_problem(file)) is not None:
+            raise ValueError(f"it {problem}")
+        status = os.stat(file)
+        stamp = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
+        if stamp in _checked:
+            return
+        _check_content(file, name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
+    _checked.add(stamp)
+
+
+def _check_content(file: str, name: str) -> None:
+    with open_regular(file) as opened:
+        if opened.read(len(_START_OF_POINTER)) == _START_OF_POINTER:
+            raise ValueError("it is a pointer of Git LFS, not the file itself; run `git lfs pull` in that directory")
+    if name == "config.json":
+        with open_regular(file) as opened:
+            parse_object(opened.read())
+    elif name.endswith(".index.json"):
+        shards = {os.path.join(os.path.dirname(file), shard) for shard in files_in_index(file).values()}
+        # Downloads often leave out weights in a second format, but not their index.
+        if name != _INDEX_IN_USE and not any(map(os.path.lexists, shards)):
+            return
+        for shard in sorted(shards):
+            if (problem := file_problem(shard)) is not None:
+                raise ValueError(f"it names {os.path.relpath(shard, os.path.dirname(file))}, which {problem}")
+    elif name.endswith(".safetensors"):
+        tensors_in(file)
+    elif name.startswith("pytorch_model") and name.endswith(".bin"):
+        with open_regular(file) as opened:
+            if not opened.read(4).startswith(_STARTS_OF_BIN):
+                raise ValueError("it is no file of torch")

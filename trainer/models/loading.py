@@ -33,12 +33,11 @@ from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, is_stateful, packing_arguments, set_attention
 from trainer.models.checks import refuse_axis
-from trainer.models.files import check_position_table, fit_rotations, load_trained_config
+from trainer.models.files import check_position_table, fit_rotations, load_trained_config, weight_shapes
 from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, check_head, is_classifier, score_name
 from trainer.models.logprobs import compile_head, set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.tensor_parallel import apply_tp
-from trainer.models.weight_files import weight_shapes
 from trainer.models.weight_names import float32_weights, keep_file_format
 from trainer.parallel.ac_and_compile import compiles_blocks, prepare_blocks
 from trainer.parallel.mesh import Layout

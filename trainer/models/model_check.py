@@ -34,11 +34,10 @@ from trainer.config import LM, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.atomic_io import digest_bytes, digest_file, write_file
 from trainer.models.attention import PACKED, can_pack
-from trainer.models.files import cache_directory, load_trained_config
+from trainer.models.files import cache_directory, load_trained_config, weight_files, weight_shapes
 from trainer.models.loading import empty_causal_lm
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import full_tensor, hugging_face_name
-from trainer.models.weight_files import weight_files, weight_shapes
 from trainer.models.weight_names import file_units
 from trainer.parallel.mesh import Layout
 from trainer.parallel.packing import Packing

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,7 +151,14 @@ def test_a_model_that_vllm_cannot_import_without_torchvision_is_refused_by_name(
     with pytest.raises(UserError, match=rf"^rollout.engine=vllm: vLLM's class of model.path={tmp_path} \(qwen3_5_text"):
         check_torchvision(ModelConfig(), str(tmp_path))
     monkeypatch.setattr("trainer.models.files.find_spec", lambda name: "a module")
+    (tmp_path / "torchvision.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
     check_torchvision(ModelConfig(), str(tmp_path))
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.delitem(sys.modules, "torchvision")
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match="^torchvision: cannot be imported with this torch .*nms does not exist"):
+        check_torchvision(ModelConfig(), str(tmp_path))
 
 
 def test_a_part_for_media_that_is_null_is_none():
