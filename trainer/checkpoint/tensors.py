@@ -26,11 +26,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -46,7 +42,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
-from trainer.files.documents import Shape, is_count, parse_object
+from trainer.files.documents import Shape, parse_object
 from trainer.files.hf_hub import first_line
 
 T = TypeVar("T")
@@ -206,49 +202,14 @@ def load_metadata(file: Any) -> Metadata:
     """
     try:
         metadata = _MetadataUnpickler(file).load()
+        for info in metadata.storage_data.values():
+            if posixpath.basename(info.relative_path) != info.relative_path:
+                raise UserError(f".metadata names the file {info.relative_path!r}, which is not beside it")
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle can raise any exception
+    except Exception as error:  # a damaged pickle can raise any exception, and hold anything
         raise UserError(f".metadata is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(metadata, Metadata) or not _is_description(metadata):
-        raise UserError(".metadata does not describe a sharded state")
-    for info in metadata.storage_data.values():
-        if posixpath.basename(info.relative_path) != info.relative_path:
-            raise UserError(f".metadata names the file {info.relative_path!r}, which is not beside it")
     return metadata
-
-
-def _is_description(metadata: Metadata) -> bool:
-    """Return whether all fields have the types that DCP gives them, because a pickle can set any value."""
-    entries, stored = metadata.state_dict_metadata, metadata.storage_data
-    return (
-        isinstance(metadata.storage_meta, StorageMeta)
-        and isinstance(entries, dict)
-        and all(isinstance(name, str) and _is_entry(entry) for name, entry in entries.items())
-        and isinstance(stored, dict)
-        and all(isinstance(index, MetadataIndex) and _is_stored(info) for index, info in stored.items())
-    )
-
-
-def _is_entry(entry: Any) -> bool:
-    if isinstance(entry, BytesStorageMetadata):
-        return True
-    return (
-        isinstance(entry, TensorStorageMetadata)
-        and isinstance(entry.size, torch.Size)
-        and min(entry.size, default=0) >= 0
-        and isinstance(entry.properties, TensorProperties)
-        and isinstance(entry.properties.dtype, torch.dtype)
-    )
-
-
-def _is_stored(info: Any) -> bool:
-    return (
-        isinstance(info, _StorageInfo)
-        and isinstance(info.relative_path, str)
-        and is_count(info.offset)
-        and is_count(info.length)
-    )
 
 
 # ---------------------------------------------------------------------------------------------------
