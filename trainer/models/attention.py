@@ -229,7 +229,7 @@ def tokens_of_all_heads(out: Tensor, packing: Packing, cp: AxisGroup) -> Tensor:
 def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
     """Compute the attention of all tokens of the row: `(1, N, H, D)`."""
     assert query.shape[2] == packing.tokens, (query.shape, packing.tokens)
-    if not scores.has_sinks and uses_varlen(query.device.type, query.dtype, query.shape[-1], scores.softcap):
+    if not scores.has_sinks and uses_varlen(packing.kernels, query.dtype, query.shape[-1], scores.softcap):
         return attend_varlen(query, key, value, packing, scores.scaling, scores.window)
     if torch.compiler.is_compiling():
         return attention_op(query, key, value, packing.sizes, *scores)

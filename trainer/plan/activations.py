@@ -21,17 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.config import LM, Config, FSDPConfig, LoraConfig, RoleSpec
-from trainer.models.attention import (
-    PACKED,
-    attend_varlen,
-    heads_of_all_tokens,
-    packed_attention,
-    tokens_of_all_heads,
-    uses_varlen,
-)
+from trainer.models.attention import PACKED
 from trainer.models.logprobs import logits_at_a_time
 from trainer.parallel.ac_and_compile import compiles_blocks, recomputed
 from trainer.parallel.collectives import AxisGroup
@@ -43,7 +35,6 @@ from trainer.plan.workload import Row
 
 _FEW, _MANY = 1, 3
 """Blocks of the traces."""
-_PLANNED = "planned"
 _DEVICE = torch.ops.prim.device.default
 """Asks a fake tensor for its device."""
 
@@ -207,8 +198,7 @@ def _trace(
     packing = Packing(row.lengths, "cpu", _axis(sizes["cp"]), row.prefix_lengths)
     body = module.get_submodule(backbone)
     packs = body.config._attn_implementation == PACKED
-    if packs and device == "cuda":
-        body.set_attn_implementation(_PLANNED)
+    packing.kernels = device
     for block in transformer_blocks(body):
         block.forward = recomputed(block.forward, recomputation_of(role))
     body.train(role.trained)
@@ -290,30 +280,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return torch.empty_like(grads[0].contiguous())
-
-
-def _planned_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packing: Packing,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute `packed_attention` with the kernel of GPUs, which has the shapes of its results on every device."""
-    if not uses_varlen("cuda", query.dtype, query.shape[-1], softcap):
-        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-        return packed_attention(module, query, key, value, attention_mask, packing=packing, **options)
-    if packing.cp is None:
-        return attend_varlen(query, key, value, packing, scaling, sliding_window), None
-    query, key, value = heads_of_all_tokens(query, key, value, packing, packing.cp)
-    out = attend_varlen(query, key, value, packing, scaling, sliding_window)
-    return tokens_of_all_heads(out, packing, packing.cp), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(_PLANNED, _planned_attention)
