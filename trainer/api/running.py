@@ -5,8 +5,8 @@ last. So it computes the same bits as the command line, and neither torch, Ray, 
 states of the caller can meet those of the run.
 
 A function of a module travels to the processes of the run as its import path. A function of a script or a notebook,
-which no other process can import, travels by value: cloudpickle writes it into the run directory, as a module that can
-be imported.
+which no other process can import, travels by value: cloudpickle writes it into a private directory, as a module that
+can be imported.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import site
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,6 +42,16 @@ _KEYS = {
     "task": "trainer.task",
 }
 """The parameters of `train` that take functions, and the config key of each."""
+
+
+_MODULE = '''"""A function that was passed to `trainer.train`, as cloudpickle has written it."""
+
+import pathlib
+
+import cloudpickle
+
+{name} = cloudpickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())
+'''
 
 
 class RunStopped(Exception):
@@ -100,7 +110,9 @@ def train(
     given |= {"curriculum": curriculum, "environment": environment, "task": task}
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
-    return _conclude(*_run(overrides, pickles, on_step))
+    with tempfile.TemporaryDirectory(prefix="trainer-functions-") as directory:
+        write_functions(directory, pickles)
+        return _conclude(*_run(overrides, directory, on_step))
 
 
 def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = False) -> RunResult:
@@ -174,12 +186,7 @@ def describe_function(parameter: str, function: Callable[..., Any] | str) -> tup
         return f"{module}:{name}", None
     plain = getattr(function, "__name__", "")
     plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
-    return path_of(parameter, plain), _pickled(function, parameter, plain)
-
-
-def path_of(parameter: str, name: str) -> str:
-    """Return the import path of the function `name` that was passed by value."""
-    return f"{PASSED_FUNCTIONS}.{parameter}:{name}"
+    return f"{PASSED_FUNCTIONS}.{parameter}:{plain}", _pickled(function, parameter, plain)
 
 
 def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
@@ -194,14 +201,30 @@ def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
         ) from error
 
 
-def _run(
-    overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None
-) -> tuple[list[dict[str, Any]], int, bool]:
-    """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end."""
+def write_functions(directory: str, pickles: Mapping[str, tuple[str, bytes]]) -> None:
+    """Write pickled functions as modules that a process with `directory` in its PYTHONPATH can import.
+
+    Args:
+        pickles: for each parameter of `train`, the name of the function and its pickle.
+    """
+    package = os.path.join(directory, PASSED_FUNCTIONS)
+    os.mkdir(package)
+    for parameter, (name, data) in pickles.items():
+        for ending, content in (("pkl", data), ("py", _MODULE.format(name=name).encode())):
+            with open(os.path.join(package, f"{parameter}.{ending}"), "wb") as file:
+                file.write(content)
+
+
+def _run(overrides: list[str], functions: str, on_step: OnStep | None) -> tuple[list[dict[str, Any]], int, bool]:
+    """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end.
+
+    Args:
+        functions: directory of the modules of functions that were passed by value.
+    """
     own, others = socket.socketpair()
     # A notebook, or a test, has put something else in place of the terminal.
     replaced = sys.stdout is not sys.__stdout__
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([functions, *_own_paths()])}
     reports, stops = [], False
     with _signals_to_child() as send_to, own:
         try:
@@ -218,11 +241,11 @@ def _run(
         finally:
             others.close()
         send_to(process)
-        message = {"overrides": overrides, "pickles": pickles, "asks": on_step is not None}
+        message = {"overrides": overrides, "asks": on_step is not None}
         message |= {"reports": descriptor, "parent": os.getpid()}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pickle.dump(message, pipe)
+            pipe.write(json.dumps(message).encode())
         printing = threading.Thread(target=_print, args=(process.stdout or (),))
         printing.start()
         try:
