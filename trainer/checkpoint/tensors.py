@@ -13,11 +13,11 @@ import os
 import pickle
 import posixpath
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,8 +44,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_object
 from trainer.files.hf_hub import first_line
-
-T = TypeVar("T")
+from trainer.models.export_sharded import in_groups
 
 _PARALLEL = 16
 _BATCH_BYTES = 512 << 20
@@ -118,7 +117,9 @@ class ShardReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            for items in _batches(plan.items, lambda item: self.storage_data[item.storage_index].length):
+            sizes = {n: self.storage_data[item.storage_index].length for n, item in enumerate(plan.items)}
+            for numbers in in_groups(sizes, _BATCH_BYTES):  # which bounds the memory
+                items = [plan.items[number] for number in numbers]
                 stored = (self.storage_data[item.storage_index] for item in items)
                 places = {(info.relative_path, info.offset): info.length for info in stored}
                 self._fetched = dict(zip(places, pool.map(self._fetch, places.items()), strict=True))
@@ -302,24 +303,6 @@ class _Flat(SafePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
-
-
-def _batches(things: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield things in batches that bound the memory: of `_BATCH_BYTES`, or of one thing that is larger.
-
-    Args:
-        size: returns the bytes of a thing.
-    """
-    batch: list[T] = []
-    used = 0
-    for thing in things:
-        if batch and used + size(thing) > _BATCH_BYTES:
-            yield batch
-            batch, used = [], 0
-        batch.append(thing)
-        used += size(thing)
-    if batch:
-        yield batch
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:

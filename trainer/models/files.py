@@ -203,7 +203,7 @@ def _by_type(rotations: Any) -> Iterator[dict[str, Any]]:
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
-_MODEL_FILES = ["*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES]
+_MODEL_FILES = ("*.json", "model*.safetensors", "*.bin", "*.py", *MODEL_FILES)
 """The files to download. They include all files that a checkpoint compares, on every machine."""
 _SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 """Fields of a config.json by which the code of a model divides. None but these fails without naming the field."""
@@ -223,7 +223,7 @@ _ROWS = 1 << 14
 """Rows of a vocabulary that are compared at a time."""
 
 
-def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
+def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = _MODEL_FILES) -> str:
     """Return the absolute local directory of a model: `path` itself, or the Hub snapshot with that id.
 
     A snapshot is downloaded once. Its commit is that with which the run started (see `trainer.files.hf_hub.pin`),
@@ -231,6 +231,7 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
 
     Args:
         key: names the path in messages (see `RoleSpec.key`).
+        files: patterns of the files to download.
 
     Raises:
         UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).
@@ -255,7 +256,7 @@ def resolve_model_path(path: str, key: str = POLICY_KEY) -> str:
 
     commit = pinned(path)
     try:
-        snapshot = with_retries(lambda: snapshot_download(path, revision=commit, allow_patterns=_MODEL_FILES))
+        snapshot = with_retries(lambda: snapshot_download(path, revision=commit, allow_patterns=[*files]))
     except (HFValidationError, OSError) as error:  # the Hub's HTTP errors are OSErrors
         at = "" if commit is None else f" at the commit {commit} that the run began with"
         raise UserError(

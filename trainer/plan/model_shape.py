@@ -14,17 +14,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.config import LM, Config, RoleSpec
 from trainer.errors import UserError
-from trainer.files.hf_hub import first_line, why_missing, with_retries
+from trainer.files.hf_hub import first_line
 from trainer.models.attention import can_pack, is_stateful
 from trainer.models.checks import COLWISE, ROWWISE, check_model_axes
-from trainer.models.files import check_sizes, load_trained_config
+from trainer.models.files import check_sizes, load_trained_config, resolve_model_path
 from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.tiny import TinyShape, tiny_config
 from trainer.parallel.axes import AXES
@@ -156,20 +155,13 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     path = role.path or cfg.model.path
     if path is None:
         return tiny_config(TinyShape.of(cfg.model.tiny))
-    directory = path
-    if not os.path.isdir(path):
-        if (file := shipped_file(path)) is not None:
-            with open(file) as stream:
-                values = json.load(stream)
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        try:
-            directory = with_retries(lambda: snapshot_download(path, allow_patterns=["config.json", "*.py"]))
-        except Exception as error:  # each of the libraries below has its own error classes
-            raise UserError(
-                f"{role.key}={path}: {why_missing(error)}; name a directory with a config.json, or a model that needs "
-                f"no network: {', '.join(shipped_models())}"
-            ) from error
-    return load_trained_config(cfg.model, directory, role.key)
+    if os.path.isdir(path):
+        return load_trained_config(cfg.model, path, role.key)
+    if (file := shipped_file(path)) is not None:
+        with open(file) as stream:
+            values = json.load(stream)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    return load_trained_config(cfg.model, resolve_model_path(path, role.key, ("config.json", "*.py")), role.key)
 
 
 _built: dict[tuple[str, ...], ModelShape] = {}
