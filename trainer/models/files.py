@@ -368,9 +368,9 @@ def check_torchvision(model: ModelConfig, path: str) -> None:
             f"rollout.engine=vllm: vLLM's class of {POLICY_KEY}={path} ({kind}) imports torchvision, which the CPU set "
             "leaves out; install the torchvision that fits this torch, or choose rollout=transformers"
         )
-    from trainer.parallel.mesh import import_torchvision
+    from trainer.parallel import mesh
 
-    import_torchvision()
+    mesh.check_torchvision(is_needed=True)
 
 
 def check_trained(config: PretrainedConfig, setting: str) -> None:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from importlib.metadata import Distribution, version
 from typing import Any
 
 import torch
@@ -18,18 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config.engines import EngineSpec
-from trainer.errors import UserError
 from trainer.import_utils import user_code
 from trainer.parallel.axes import AXES
 from trainer.parallel.collectives import AxisGroup
 from trainer.process.startup import importing
-
-_TORCHVISION = (
-    "torchvision: cannot be imported with this torch ({}); uninstall it with `pip uninstall torchvision`, or install "
-    "its build for this torch"
-)
-_BUILD = re.compile(r"cpu|cu\d+|rocm.*|xpu")
-"""Labels of versions that name a kind of build. Others, such as a commit, say nothing of it."""
 
 
 def pick_device(device: str, engine: EngineSpec | None) -> str:
@@ -42,7 +34,7 @@ def pick_device(device: str, engine: EngineSpec | None) -> str:
     Raises:
         UserError: a torchvision is installed that was built for another torch. transformers and vLLM would import it.
     """
-    check_torchvision_build()
+    check_torchvision()
     if device != "auto":
         return device
     name = engine.cpu_distribution if engine is not None else None
@@ -50,34 +42,21 @@ def pick_device(device: str, engine: EngineSpec | None) -> str:
     return "cuda" if torch.cuda.is_available() and not is_cpu_build else "cpu"
 
 
-def check_torchvision_build() -> None:
-    """Refuse an installed torchvision that was built for another torch, by the metadata of the two, without an import.
+def check_torchvision(is_needed: bool = False) -> None:
+    """Refuse a torchvision that was built for another torch: transformers and vLLM would import it.
 
-    Raises:
-        UserError: it requires another version of torch, or is of another kind of build (`+cpu`, `+cu130`).
+    The import takes seconds. So it is tried only if a model needs it, or if the labels of the two builds differ.
     """
-    try:
-        found, (own, _, own_build) = distribution("torchvision"), version("torch").partition("+")
-    except PackageNotFoundError:
-        return
-    build = found.version.partition("+")[2]
-    pins = [pin[1] for line in found.requires or () if (pin := re.match(r"torch *\(?== *([^\s;)]+)", line))]
-    if pins and own not in pins:
-        raise UserError(_TORCHVISION.format(f"{found.version} is for torch {pins[0]}, and torch is {own}"))
-    if build != own_build and _BUILD.fullmatch(build) and _BUILD.fullmatch(own_build):
-        raise UserError(_TORCHVISION.format(f"it is {found.version}, and torch is {own}+{own_build}"))
-    if {build, own_build} == {"cpu", ""}:  # builds of PyPI have no label, and are for CUDA on Linux
-        import_torchvision()
-
-
-def import_torchvision() -> None:
-    """Import torchvision, which takes seconds.
-
-    Raises:
-        UserError: it fails with this torch.
-    """
-    with importing(), user_code(_TORCHVISION):
-        import_module("torchvision")
+    refusal = "torchvision: cannot be imported with this torch ({}); uninstall it with `pip uninstall torchvision`, or "
+    own, _, build = version("torch").partition("+")
+    for found in Distribution.discover(name="torchvision"):
+        pins = [pin[1] for line in found.requires or () if (pin := re.match(r"torch *\(?== *([^\s;)]+)", line))]
+        label = found.version.partition("+")[2]  # a build of PyPI has none, and is for CUDA
+        with importing(), user_code(f"{refusal}install its build for this torch"):
+            if pins and own not in pins:
+                raise ImportError(f"{found.version} is for torch {pins[0]}, and torch is {own}")
+            if is_needed or label != build and ("cpu" in (label, build) or label and build):
+                import_module("torchvision")
 
 
 _listening: dict[str, socket.socket] = {}

@@ -105,8 +105,7 @@ class Packing:
         self.lengths = tuple(int(length) for length in lengths)
         self.prefix_lengths = (0,) * len(self.lengths) if prefix_lengths is None else tuple(map(int, prefix_lengths))
         self.device = device
-        self.kernels = torch.device(device).type
-        """The device whose kernels of attention compute the row. A plan sets that of another machine."""
+        self.kernels = torch.device(device).type  # whose attention computes the row; plans set that of another machine
         self.cp = cp
         self.longest = max(self.lengths)
         self.has_prefixes = prefix_lengths is not None  # even if all are 0, so that compiled blocks have only one graph

@@ -152,6 +152,10 @@ def test_a_model_that_vllm_cannot_import_without_torchvision_is_refused_by_name(
         check_torchvision(ModelConfig(), str(tmp_path))
     monkeypatch.setattr("trainer.models.files.find_spec", lambda name: "a module")
     (tmp_path / "torchvision.py").write_text("")
+    (tmp_path / "torchvision-0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.dist-info/METADATA").write_text(
+        f"Name: torchvision\nVersion: 0+{torch.__version__[-3:]}"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     check_torchvision(ModelConfig(), str(tmp_path))
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")

@@ -79,10 +79,9 @@ def test_a_torchvision_of_another_build_is_refused_in_one_sentence(tmp_path, mon
         return ""
 
     assert "0.1+cpu is for torch 1.0, and torch is" in found("0.1+cpu", "1.0")
-    assert "it is 0.1+cu130, and torch is" in found("0.1+cu130")
-    assert found("0.1+cpu") == ""
-    assert not (tmp_path / "imported").exists()
-    assert "torchvision::nms does not exist" in found("0.1")
+    assert found("0.1+cpu") == "" and not (tmp_path / "imported").exists()
+    for other in ("0.1", "0.1+cu130"):
+        assert "torchvision::nms does not exist" in found(other)
 
 
 def _sum(rank: Rank) -> tuple[float, set[str]]:
