@@ -31,6 +31,7 @@ from trainer.config.rules import validate
 from trainer.config.schema import OPEN_SECTIONS, Config, valid_keys
 from trainer.config.tasks import (
     LM,
+    REWARD_MODEL,
     SCORE,
     TASKS,
     VALUE,

@@ -42,7 +42,7 @@ from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, r
 S = TypeVar("S")
 Groups = Mapping[str, Sequence[str]]
 
-FOLLOWS_NAME = ("kwargs", "weights", "url", "authorization_env", "python")
+FOLLOWS_NAME = ("kwargs", "weights", "url", "authorization_env", "python", "model")
 """Keys whose value belongs to the `name` beside them. A section with a name of its own does not inherit them."""
 _LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
 _GIVEN: list[str] = []

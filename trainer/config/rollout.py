@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, setting
+from trainer.config.fields import LONGEST_TIME, ON_FAILURE, Section, setting, subsection
 from trainer.errors import UserError
 from trainer.import_utils import import_function, is_agent
 
@@ -145,8 +145,15 @@ class InferenceConfig(Section):
     """TCP port on which the server listens."""
 
 
-REMOTE = "remote"
+REMOTE, MODEL = "remote", "model"
 """The reward that asks the server at `reward.url`."""
+
+
+@dataclass
+class RewardModelConfig(Section):
+    path: str | None = setting(None, resume="rollouts")
+    """Directory or Hugging Face id of the reward model that the reward `model` asks: a sequence classifier with one
+    label and the tokenizer of the policy, such as an export of `trainer rm`. The ranks hold it beside the policy."""
 
 
 @dataclass
@@ -154,7 +161,8 @@ class RewardConfig(Section):
     name: Any = setting("reverse_text", resume="rollouts")
     """`gsm8k`, `math`, `arithmetic`, `reverse_text`, `reasoning_gym` (the score of its task), `remote` (the server
     at `url`), or the import path `package.module:function` of a function, whose parameters name its inputs
-    (docs/rewards.md). A list of these: the weighted sum of their rewards."""
+    (docs/rewards.md). A list of these: the weighted sum of their rewards. `model` alone: the score of the reward model
+    at `model.path`."""
     weights: list[float] = setting(default_factory=list, resume="rollouts")
     """Weight of each reward of `name`. Empty: 1 each."""
     timeout_s: float = setting(10.0, at_least=0.001, at_most=LONGEST_TIME, resume="harmless")
@@ -182,6 +190,14 @@ class RewardConfig(Section):
     authorization_env: str | None = setting(None, resume="harmless")
     """Environment variable with the header `Authorization` for `url`, such as `Bearer …`. The value is never saved or
     printed. null: no such header."""
+
+    model: RewardModelConfig = subsection(RewardModelConfig)
+    """The reward model."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a reward model on the ranks gives the rewards."""
+        return self.name in (MODEL, [MODEL])
 
     def names(self) -> list[str]:
         """Return the rewards as a list."""

@@ -22,7 +22,7 @@ from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
 from trainer.config.logger import SERVICES, LoggerConfig
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
-from trainer.config.rollout import REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
+from trainer.config.rollout import MODEL, REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
 from trainer.config.trainer import THIS_PROCESS
 from trainer.errors import UserError
@@ -183,7 +183,7 @@ def _check_apart(config: Config) -> None:
         paths[parent] = os.path.dirname(resume_path.rstrip("/"))
     pairs += [pair for pair in permutations(paths, 2) if set(pair) != {ckpt, parent}]
     # Not those of `config.roles`: a config may name a loss that cannot be imported here.
-    of_models = {key: value_of(config, key) for key in ("model.path", "trainer.critic.path")}
+    of_models = {key: value_of(config, key) for key in ("model.path", "trainer.critic.path", "reward.model.path")}
     models = {key: path for key, path in of_models.items() if path and os.path.isdir(path)}  # not a name of the Hub
     pairs += [(key, other) for key in models for other in deleted if other in paths]
     paths |= {own: run_dir, **models}
@@ -366,6 +366,7 @@ def _generator(config: Config, section: str, generator: str, sizes: Sequence[str
 @_rules_of("")
 def check_rewards(config: Config) -> Rules:
     """Rewards that contradict their weights, or whose server is missing."""
+    paths: set[str | None] = set()
     for name, reward in config.sections(RewardConfig):
         is_list = isinstance(reward.name, list) and reward.name and all(isinstance(item, str) for item in reward.name)
         problem = "must be a name, or a list of names; where an environment gives the rewards, leave reward.* out"
@@ -374,6 +375,13 @@ def check_rewards(config: Config) -> Rules:
         yield len(set(names)) < len(names), f"{name}.name", "names a reward twice; give it a weight instead"
         problem = f"must have a weight for each of the {len(names)} rewards of {name}.name"
         yield reward.weights and len(reward.weights) != len(names), f"{name}.weights", problem
+        yield MODEL in names and len(names) > 1, f"{name}.name", f"{MODEL} gives the whole reward; name it alone"
+        paths.add(reward.model.path)
+        is_lost, key = reward.model.path is None and reward.is_model, f"{name}.model.path"
+        yield is_lost, f"{name}.name", f"{MODEL} needs {key}, the directory of a reward model"
+        yield len(paths - {None}) > 1, key, "is a second reward model; the ranks hold one"
+        problem = f"is read by the reward {MODEL} alone; set {name}.name={MODEL}, or leave it out"
+        yield reward.model.path is not None and not reward.is_model, key, problem
         is_lost, key = reward.url is None and REMOTE in names, f"{name}.url"
         yield is_lost, f"{name}.name", f"remote needs {key}, the address of the server"
         if reward.url is not None:
@@ -471,7 +479,7 @@ def check_sft(config: Config) -> Rules:
 @_rules_of("dpo")
 def check_dpo(config: Config) -> Rules:
     """An option that the loss does not read."""
-    problem = f"dpo.loss_type={config.dpo.loss_type} does not read it; set it to 0, or choose one of {SMOOTHED}"
+    problem = f"dpo.loss_type={config.dpo.loss_type} does not read it; set it to 0, or choose {' or '.join(SMOOTHED)}"
     is_unread = config.dpo.label_smoothing > 0 and config.dpo.loss_type not in SMOOTHED
     yield is_unread, "dpo.label_smoothing", problem
 

@@ -77,6 +77,15 @@ class Config(Section):
         return dataclasses.replace(self, data=data, environment=named.environment, reward=named.reward)
 
     @property
+    def reward_model(self) -> str | None:
+        """Path of the reward model on the ranks. None: no source of data is rewarded by one."""
+        for name, reward in self.sections(RewardConfig):
+            environment: EnvironmentConfig = value_of(self, f"{name.removesuffix('reward')}environment")
+            if reward.is_model and environment.name is None and self.task.reward_functions:
+                return reward.model.path
+        return None
+
+    @property
     def on_failure(self) -> str:
         """What the run does with an episode whose reward or environment failed, one of `ON_FAILURE`."""
         return self.environment.on_failure if self.environment.name else self.reward.on_failure

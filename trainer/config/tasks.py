@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LM, VALUE, SCORE = "lm", "value", "score"
 POLICY_KEY = "model.path"
+REWARD_MODEL = "reward_model"
+"""The role whose scores are the rewards of `reward.name=model`."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,8 @@ def _updates_per_step(config: Config) -> int:
 
 
 def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
-    """Return the roles of a policy gradient: the policy, and a critic and a reference if a function reads them."""
+    """Return the roles of a policy gradient: the policy; a critic and a reference if a function reads them; and the
+    reward model, if one gives the rewards."""
     reads = config.algorithm.reads
     has_critic = "values" in reads
     roles = [policy_role(config, skipped_steps=config.trainer.critic.warmup_steps if has_critic else 0)]
@@ -202,6 +205,9 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
         roles.append(critic_role(config))
     if "ref_logprobs" in reads:
         roles.append(reference_role(config))
+    if (path := config.reward_model) is not None:
+        key, fsdp = "reward.model.path", config.trainer.policy.fsdp
+        roles.append(RoleSpec(REWARD_MODEL, path, SCORE, section="trainer.policy", sharding=fsdp, key=key))
     return tuple(roles)
 
 

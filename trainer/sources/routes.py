@@ -117,8 +117,11 @@ def check_source(cfg: Config) -> None:
     if cfg.environment.name is not None:
         check_options(cfg.environment.name, cfg.environment.kwargs)
         _check_agent(cfg)
-    elif cfg.task.reward_functions:
+    elif cfg.task.reward_functions and not cfg.reward.is_model:
         reward_functions(cfg.reward)
+    elif cfg.reward.is_model and not cfg.task.trains:
+        problem = "an evaluation has no ranks for a reward model; name a reward function, or a server (remote)"
+        raise config_error(cfg, "reward.name", problem)
 
 
 def find_refusals(cfg: Config, sources: Iterable[str], check: Callable[[Config], None]) -> list[str]:

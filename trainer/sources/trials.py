@@ -66,7 +66,7 @@ def _try_source(cfg: Config, split: str, asks_servers: bool) -> None:
         with stage("trying the environment"):
             rows = [prompt.row for prompt in load_rows(_first_rows(cfg.data), split).prompts]
             try_environment(environment, rows, environment_seed(cfg.trainer.seed, "trial"), cfg.data.answer_key)
-    elif not environment.name and cfg.task.reward_functions and (asks_servers or REMOTE not in cfg.reward.names()):
+    elif not environment.name and _has_functions(cfg) and (asks_servers or REMOTE not in cfg.reward.names()):
         with stage("trying the rewards"):
             inputs = []
             for example in read_examples(_first_rows(cfg.data), "train"):
@@ -75,6 +75,10 @@ def _try_source(cfg: Config, split: str, asks_servers: bool) -> None:
                 row = example.get("row", example)
                 inputs.append(RewardInput(answer, answer, chat[-1]["content"], messages, row))
             try_rewards(cfg.reward, inputs, cfg.rollout.n)
+
+
+def _has_functions(cfg: Config) -> bool:
+    return cfg.task.reward_functions and not cfg.reward.is_model
 
 
 def _first_rows(data: DataConfig) -> DataConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from trainer.config import Config
+from trainer.config import REWARD_MODEL, Config
 from trainer.config.fields import config_error
 from trainer.data.datasets import PromptSet, check_files
 from trainer.data.ledger import find_curriculum
@@ -14,9 +15,9 @@ from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
 from trainer.models.checks import check_longest_sequence, check_trained_models
 from trainer.models.files import resolve_model_path
-from trainer.models.tokenizer import stop_token_ids
+from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.process.startup import stage
-from trainer.rewards.scorer import Scorer
+from trainer.rewards.scorer import RankScorer, Scorer
 from trainer.rewards.scoring import RewardPool
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
@@ -53,9 +54,14 @@ def build(cfg: Config, source: Callable[[Ingredients], tuple[EpisodeSource, Eval
 
 
 def config_scorer(given: Ingredients) -> Scorer | None:
-    """Return the reward functions that the config names. None: an environment gives the rewards, or all are 0."""
+    """Return the reward functions, or the reward model, that the config names.
+
+    None: an environment gives the rewards, or all are 0.
+    """
     if not _has_reward_functions(given.cfg):
         return None
+    if given.cfg.reward.is_model:
+        return RankScorer(REWARD_MODEL, given.learner.last_scores)
     return RewardPool(given.cfg.reward, given.reward_cache)
 
 
@@ -173,7 +179,22 @@ def _check_model(cfg: Config) -> None:
     if cfg.model.path is None:
         warm_start.check_cache(cfg)
         check_trained_models(cfg)
+        if cfg.reward_model is not None:
+            problem = "the built-in model has a tokenizer of its own; name the model that the reward model was made of"
+            raise config_error(cfg, "model.path", problem)
         return
     with stage(f"fetching the model {cfg.model.path}"):
         check_trained_models(cfg)
-        tokenizer_of(cfg, resolve_model_path(cfg.model.path))
+        tokenizer = tokenizer_of(cfg, resolve_model_path(cfg.model.path))
+    if (path := cfg.reward_model) is not None:
+        with stage(f"fetching the reward model {path}"):
+            check_same_tokens(tokenizer, resolve_model_path(path, "reward.model.path"), path)
+
+
+def check_same_tokens(tokenizer: Any, directory: str, path: str) -> None:
+    """Refuse a reward model with other tokens than those of the policy, whose token ids it reads."""
+    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"reward.model.path={path}: its tokenizer has other tokens than that of the policy, whose token ids it "
+            "reads; choose a reward model that was trained from a model of the policy's family"
+        )

@@ -19,10 +19,14 @@ CONTRADICTIONS = [
     (["reward.name=remote"], "reward.name=remote: remote needs reward.url"),
     (["reward.url=http://judge/score"], "reward.url=.*is used by the reward remote alone"),
     (["reward.name=remote", "reward.url=judge"], "reward.url=judge: must be an address such as"),
+    (["reward.name=model"], "reward.name=model: model needs reward.model.path"),
+    (["reward.model.path=x"], "reward.model.path=x: is read by the reward model alone"),
+    (["reward.name=[model,math]", "reward.model.path=x"], "reward.name=.*model gives the whole reward; name it alone"),
 ]
 AT_THE_BOUND = [
     ["reward.name=[math,gsm8k]", "reward.weights=[1,2]"],
     ["reward.name=remote", "reward.url=http://judge:1/score"],
+    ["reward.name=model", "reward.model.path=x"],
 ]
 
 

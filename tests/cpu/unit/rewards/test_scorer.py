@@ -14,11 +14,14 @@ from tests.support.ranks import local_cluster
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig
 from trainer.episodes import Episode
+from trainer.errors import UserError
+from trainer.evaluate.subject import PATH as EVALUATION
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.sources.routes import check_source
 from trainer.tasks import Ingredients, build_task
 
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "head_dim": 16}
@@ -32,7 +35,8 @@ def config(root: Path) -> Config:
     save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})
     lines = "".join(json.dumps({"prompt": f"p{i}", "answer": "x"}) + "\n" for i in range(6))
     (root / "prompts.jsonl").write_text(lines)
-    cfg = configured(root / "run", task="tests.support.reward_model:TASK", train_batch_size=3, val_interval=1)
+    cfg = configured(root / "run", train_batch_size=3, val_interval=1)
+    cfg.reward.name, cfg.reward.model.path = "model", str(root / "judge")
     cfg.model.path = str(root / "policy")
     cfg.data = DataConfig(train_files=[str(root / "prompts.jsonl")], val_files=[str(root / "prompts.jsonl")])
     cfg.rollout.engine, cfg.rollout.n, cfg.rollout.max_response_tokens = "transformers", 2, 8
@@ -65,6 +69,24 @@ def test_a_reward_model_on_two_ranks_scores_training_and_validation(tmp_path):
             assert learner.score(episodes, 1).batch["advantages"].any()
     rewards = [episode.reward for episode in episodes]
     assert len(rewards) == 6 and metrics["sampling/batches"] == 1, "all prompts have completions of different rewards"
-    assert metrics["reward/judge/mean"] == pytest.approx(sum(rewards) / 6)
+    assert metrics["reward/reward_model/mean"] == pytest.approx(sum(rewards) / 6)
     expected = [score(episode) for episode in evaluation.greedy]
     assert evaluation.metrics["val/reward/mean"] == pytest.approx(sum(expected) / 6, abs=1e-5)
+
+
+def test_a_reward_model_with_other_tokens_than_the_policy_is_refused(tmp_path):
+    """Its vocabulary has as many tokens, two of which have changed places."""
+    cfg = config(tmp_path)
+    build_task(cfg).check_inputs(asks_servers=False)
+    file = tmp_path / "judge/tokenizer.json"
+    text = file.read_text()
+    vocab = json.loads(text)["model"]["vocab"]
+    one, two = sorted(vocab, key=vocab.get)[20:22]
+    swapped = json.loads(text)
+    swapped["model"]["vocab"] |= {one: vocab[two], two: vocab[one]}
+    file.write_text(json.dumps(swapped))
+    with pytest.raises(UserError, match="reward.model.path=.*judge: its tokenizer has other tokens than that of the"):
+        build_task(cfg).check_inputs(asks_servers=False)
+    cfg.trainer.task = EVALUATION
+    with pytest.raises(UserError, match="reward.name=model: an evaluation has no ranks for a reward model"):
+        check_source(cfg)
