@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trainer.config import Config
+from trainer.config import Config, compose
 from trainer.config.fields import value_of
 from trainer.config.tasks import ACCURACY, TASKS, Metric, TaskSpec, add_task, find_task
 from trainer.errors import UserError
@@ -74,3 +74,24 @@ def test_a_task_whose_module_does_not_exist_yet_is_loaded_when_it_is_asked_for()
     assert find_task("passed_functions.one:task") is good
     with pytest.raises(UserError, match="^trainer.task=passed_functions.two:task: cannot be imported .*not here"):
         find_task("passed_functions.two:task")
+
+
+def test_a_task_brings_defaults_that_give_way_to_whatever_the_user_sets(tmp_path, monkeypatch):
+    """Also to the value that the schema has, and to a group with a value of its own."""
+    key, files = "trainer.policy.optimizer.lr", ["data.train_files=[x]", "trainer.val_interval=-1"]
+    own = ["trainer.task=rm", *files, "model.path=x"]
+    (tmp_path / "mine.yaml").write_text("trainer: {policy: {optimizer: {lr: 1e-6}}}\n")
+    found = [
+        compose(own),
+        compose(["trainer.task=dpo", *files, "model.path=x"]),
+        compose([*own, f"{key}=1e-6"]),
+        compose([*own, f"{key.removesuffix('.lr')}={{lr:1e-6}}"]),
+        compose(own, str(tmp_path / "mine.yaml")),
+        compose(own[:-1]),  # of the built-in model
+    ]
+    assert [value_of(config, key) for config in found] == [1e-5, 1e-6, 1e-6, 1e-6, 1e-6, 4e-4]
+    monkeypatch.setitem(TASKS, "wrong", TaskSpec(str, defaults={"trainer.policy.optimizer.rate": 1}))
+    with pytest.raises(
+        UserError, match="^trainer.task=wrong: sets a default of trainer.policy.optimizer.rate: no such key"
+    ):
+        compose(["trainer.task=wrong", *files])

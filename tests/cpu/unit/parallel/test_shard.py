@@ -123,7 +123,7 @@ def test_no_pass_leaves_weights_gathered(tmp_path):
     cfg.trainer.policy.lora.rank = 4
     cfg.trainer.policy.fsdp = FSDPConfig(reshard_after_forward=False)
     for found in run_ranks(2, left_gathered, str(tmp_path), cfg=cfg):
-        assert found == {"policy": False, "reference": False, "cross-entropy": False}
+        assert found == {"policy": False, "reference": False, "evaluation": False}
 
 
 @table("device, shards, expected", [("cuda", 8, 1), ("cuda", 1, 0), ("cpu", 8, 0)])
