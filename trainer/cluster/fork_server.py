@@ -150,11 +150,16 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
         driver, fork_server = Connection(descriptor), os.getpid()
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                worker = recv_handle(driver)
-                if os.fork() == 0:
+                worker, pid = recv_handle(driver), -1
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    text = f"WARNING: no process can be started ({error.strerror}): free memory, or raise `ulimit -u`"
+                    print(text, file=sys.stderr, flush=True)
+                if pid == 0:
                     driver.close()
                     _run_worker(Connection(worker), fork_server)
-                os.close(worker)
+                os.close(worker)  # a worker that has not started has died, as its driver sees it
     except BaseException:
         traceback.print_exc()
     finally:

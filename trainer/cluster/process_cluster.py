@@ -189,7 +189,7 @@ class _Process:
     def __init__(self, server: ForkServer, connection: Connection, factory: Any, args: tuple):
         self._server = server
         self._connection = connection
-        self._pid: Future[int | None] = Future()
+        self._pid: Future[int | None] = Future()  # None: it has not started, and will not
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         self._calls: dict[int, Future] = {}
@@ -220,7 +220,8 @@ class _Process:
             self._server.kill()
         else:
             with contextlib.suppress(psutil.NoSuchProcess):
-                end_tree(psutil.Process(pid))
+                if pid is not None:
+                    end_tree(psutil.Process(pid))
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -230,6 +231,8 @@ class _Process:
                 with self._lock:
                     call = self._calls.pop(number)
                 call.set_result((has_failed, payload))
+        if not self._pid.done():
+            self._pid.set_result(None)
         with self._lock:
             self._has_exited = True
             calls = list(self._calls.values())

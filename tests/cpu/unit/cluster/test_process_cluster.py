@@ -109,6 +109,33 @@ def test_the_death_of_the_fork_server_ends_the_job_with_a_message():
             group.call("rank")
 
 
+REFUSING = """
+import errno, os
+
+fork = os.fork
+
+def refuse():
+    os.fork = fork
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = refuse
+"""
+
+
+def test_a_process_for_which_the_system_has_no_room_has_died_and_another_can_start(tmp_path, monkeypatch, capfd):
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    monkeypatch.syspath_prepend(tmp_path)
+    with ForkServer(["refusing"]) as server, ProcessCluster(settings(), "cpu", server) as cluster:
+        group = cluster.launch_ranks("rank", Host, {}, 1)
+        assert group.workers[0].process._pid.result(60) is None, "nobody waits for it when the job ends"
+        with pytest.raises(WorkerError, match="^rank 0 died: its process was killed or crashed"):
+            group.call("rank")
+        cluster.release(group)
+        assert cluster.launch_ranks("rank", Host, {}, 1).call("rank") == [0]
+    text = "WARNING: no process can be started (Resource temporarily unavailable): free memory, or raise `ulimit -u`"
+    assert capfd.readouterr().err == f"{text}\n"
+
+
 def test_a_stopped_fork_server_is_killed_with_its_workers(monkeypatch):
     monkeypatch.setattr(time_limits, "WORKER_EXIT_S", 0.5)
     with ProcessCluster(settings(), "cpu") as cluster:
