@@ -142,6 +142,6 @@ def answering(answers: Mapping[str, bytes]) -> Iterator[str]:
         def log_message(self, *_: Any) -> None: ...
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
-        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{listener.server_port}"
         listener.shutdown()
