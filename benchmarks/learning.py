@@ -53,8 +53,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73")
 
 
 def presets() -> list[str]:
-    """All of them, by name."""
-    return sorted(os.path.splitext(name)[0] for name in os.listdir(os.path.join(conf_dir(), "algorithm")))
+    """All of them, by name, but `opd`, which needs a teacher."""
+    return sorted({os.path.splitext(name)[0] for name in os.listdir(os.path.join(conf_dir(), "algorithm"))} - {"opd"})
 
 
 @dataclass(frozen=True)

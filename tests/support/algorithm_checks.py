@@ -57,9 +57,16 @@ def check_advantages(name: str, rewards: Tensor, mask: Tensor, ids: Tensor, valu
     """Check that the advantages and returns of `name` equal the reference. Unknown options are left out."""
     baselines = torch.linspace(-1, 1, len(ids), dtype=torch.float64)
     takes = options_of(ADVANTAGES[name])
-    given = {"values": values, "baselines": baselines, **options}
+    given = {
+        "values": values,
+        "baselines": baselines,
+        "old_logprobs": values,
+        "teacher_logprobs": 2 * values,
+        **options,
+    }
     advantages, returns = ADVANTAGES[name](rewards, mask, ids, **{n: v for n, v in given.items() if n in takes})
-    reference_options = {"values": rows(values, mask), "baselines": baselines.tolist(), **options}
+    logprobs = {"old_logprobs": rows(values, mask), "teacher_logprobs": rows(2 * values, mask)}
+    reference_options = {"values": rows(values, mask), "baselines": baselines.tolist(), **logprobs, **options}
     formula = getattr(reference, name)
     wanted = {n: v for n, v in reference_options.items() if n in inspect.signature(formula).parameters}
     assert_rows(advantages, mask, formula(rows(rewards, mask), ids.tolist(), **wanted))

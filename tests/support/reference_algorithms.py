@@ -51,6 +51,20 @@ def reward(rewards, ids):
     return spread([sum(row) for row in rewards], rewards)
 
 
+def zero(rewards: list[list[float]], ids: list[int]) -> list[list[float]]:
+    return [[0.0] * len(row) for row in rewards]
+
+
+def reverse_kl(
+    rewards: list[list[float]],
+    ids: list[int],
+    old_logprobs: list[list[float]],
+    teacher_logprobs: list[list[float]],
+) -> list[list[float]]:
+    both = zip(old_logprobs, teacher_logprobs, strict=True)
+    return [[t - o for o, t in zip(*pair, strict=True)] for pair in both]
+
+
 def grpo(rewards, ids, normalize_std=True):
     scores, out = [sum(row) for row in rewards], [0.0] * len(rewards)
     for members in groups_of(ids).values():

@@ -7,7 +7,7 @@ reward, the value of the state before it), and `mask` is 1 for tokens that the p
 from trainer.algorithms.advantages import ADVANTAGES, informative_groups, overlong_penalty, shape_rewards
 from trainer.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
 from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weights, train_inference_mismatch
-from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty
+from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, sampled_reverse_kl
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
 
@@ -29,6 +29,7 @@ __all__ = [
     "train_inference_mismatch",
     "overlong_penalty",
     "resolve",
+    "sampled_reverse_kl",
     "shape_rewards",
     "value_loss",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
-from trainer.algorithms.kl import at_least_float32
+from trainer.algorithms.kl import at_least_float32, log_ratio
 from trainer.algorithms.registry import compares_completions
 
 
@@ -68,6 +68,26 @@ def reward(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Te
     With reward 1 and the loss `reinforce`, this is maximum likelihood: supervised training.
     """
     return _to_tokens(_scores(rewards, mask), mask)
+
+
+@torch.no_grad()
+def zero(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """No advantage: the divergence from the teacher (`opd_kl_coef`) alone is trained, and rewards are measured."""
+    nothing = torch.zeros_like(*at_least_float32(rewards))
+    return nothing, nothing
+
+
+@torch.no_grad()
+def reverse_kl(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, old_logprobs: Tensor, teacher_logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """On-policy distillation (Lu et al., Thinking Machines, 2025): A_t = log p_t - log q_t.
+
+    p is the probability of the token by the teacher, q that by the old policy. The expected policy gradient is that of
+    -KL(policy || teacher). Rewards are measured, and not trained on.
+    """
+    advantages = masked(-log_ratio(old_logprobs, teacher_logprobs, mask), mask)
+    return advantages, advantages
 
 
 @compares_completions
@@ -298,6 +318,8 @@ ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "maxrl": maxrl,
     "opo": opo,
     "grpo_passk": grpo_passk,
+    "reverse_kl": reverse_kl,
+    "zero": zero,
 }
 
 

@@ -80,6 +80,17 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str, mask: Tensor |
     raise ValueError(f"algorithm.kl_estimator={kind}: choose one of {', '.join(KL_ESTIMATORS)}")
 
 
+def sampled_reverse_kl(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return a loss `(B, T)` whose expected gradient is that of KL(policy || teacher), for tokens of the old policy.
+
+        w_t d_t with w_t = pi(x) / pi_old(x) and d_t = log pi(x) - log pi_teacher(x), which has no gradient
+
+    Its value is an unbiased estimate of the KL. Where `mask` is 0, it is 0.
+    """
+    d = log_ratio(logprobs, teacher_logprobs.detach(), mask).detach()
+    return clamp_log_ratio(log_ratio(logprobs, old_logprobs.detach(), mask)).exp() * d
+
+
 class FixedKL:
     """A constant weight."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.fields import ResumeRule, Section, setting
+from trainer.config.fields import ResumeRule, Section, setting, subsection
 from trainer.config.rollout import works_ahead
 from trainer.import_utils import (
     default_of,
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
+SAMPLED, FORWARD, REVERSE, JSD = "sampled", "forward", "reverse", "jsd"
+TEACHER_KEY, TEACHER_LOGPROBS = "algorithm.teacher.path", "teacher_logprobs"
 AUTO, OFF = "auto", "off"
 
 
@@ -38,8 +40,8 @@ ESTIMATOR_OPTIONS = ("gamma", "lam", "normalize_std")
 RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlong_factor": 1.0, "max_gen_batches": 10}
 """Options that no function gets, with their defaults (`AlgorithmConfig.run_option`)."""
 INPUTS = {
-    ESTIMATOR: ("values", "baselines", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
-    LOSS: ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids"),
+    ESTIMATOR: ("values", "baselines", "old_logprobs", "ref_logprobs", "rollout_logprobs", TEACHER_LOGPROBS),
+    LOSS: ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids", TEACHER_LOGPROBS),
 }
 """Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `scores` of roles."""
 OPTION_KEYS: dict[str, tuple[str, ...]] = {ESTIMATOR: (), LOSS: ("clip_low", "clip_high", "aggregation")}
@@ -49,15 +51,34 @@ GIVEN = {
     LOSS: ("logprobs", "old_logprobs", "advantages", "mask"),
 }
 """Arrays that every function gets, in the order of its parameters."""
-BUILT_IN_INPUTS = {"gae": frozenset({"values"}), "remax": frozenset({"baselines"})}
+BUILT_IN_INPUTS = {
+    "gae": frozenset({"values"}),
+    "remax": frozenset({"baselines"}),
+    "reverse_kl": frozenset({"old_logprobs", TEACHER_LOGPROBS}),
+}
 """The built-in functions that read one of `INPUTS`."""
+
+
+@dataclass
+class TeacherConfig(Section):
+    path: str | None = setting(None, resume="update")
+    """The teacher of on-policy distillation, on the ranks: a Hugging Face id or a directory. It has the tokens of the
+    policy. null: no teacher."""
+    divergence: str = setting(SAMPLED, choices=(SAMPLED, FORWARD, REVERSE, JSD), resume="update")
+    """The divergence that `algorithm.opd_kl_coef` weighs: `sampled` (KL(policy || teacher) at the sampled tokens), or
+    over the whole vocabulary `forward` (KL(teacher || policy)), `reverse` (KL(policy || teacher)) or `jsd`."""
+    beta: float = setting(0.5, at_least=0.05, at_most=0.95, resume="update")
+    """`jsd`: weight of the teacher in the mixture (GKD, Agarwal et al., 2023)."""
+    temperature: float = setting(1.0, above=0, resume="update")
+    """The divergence is that of the softmax of both models' logits divided by this."""
 
 
 @dataclass
 class AlgorithmConfig(Section):
     advantage_estimator: str = setting("grpo", resume="update")
     """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
-    `maxrl`, `opo`, `grpo_passk` (see docs/algorithms.md), or an import path `package.module:function`."""
+    `maxrl`, `opo`, `grpo_passk`, `reverse_kl`, `zero` (see docs/algorithms.md), or an import path
+    `package.module:function`."""
     policy_loss: str = setting("clip", resume="update")
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
     docs/algorithms.md), or an import path `package.module:function`."""
@@ -94,6 +115,10 @@ class AlgorithmConfig(Section):
     kl_estimator: str = setting("k3", choices=KL_ESTIMATORS, resume="update")
     """Estimator of the KL: `k1`, `k2`, `k3` or `abs`; in the loss also `k1+` and `k3+`, which have the value of `k1` or
     `k3` and the gradient of `k2`."""
+    teacher: TeacherConfig = subsection(TeacherConfig)
+    """The teacher of on-policy distillation (docs/distillation.md)."""
+    opd_kl_coef: float = setting(0.0, at_least=0, resume="update")
+    """Weight of the divergence from the teacher in the policy loss. 0: none."""
     ref_sync_interval: int = setting(
         -1, at_least=1, off=-1, resume=ResumeRule("never", "it decides whether the checkpoint holds the reference")
     )
@@ -132,6 +157,16 @@ class AlgorithmConfig(Section):
         """
         kl = {"ref_logprobs"} if self.kl_coef > 0 else set()
         return _inputs_of(ESTIMATOR, self.advantage_estimator) | _inputs_of(LOSS, self.policy_loss) | kl
+
+    @property
+    def vocabulary_divergence(self) -> TeacherConfig | None:
+        """The divergence over the whole vocabulary that the policy loss has; None: it has none."""
+        return self.teacher if self.opd_kl_coef > 0 and self.teacher.divergence != SAMPLED else None
+
+    @property
+    def reads_teacher_logprobs(self) -> bool:
+        """Whether the estimator, the loss or the divergence reads the teacher's log-probs of the sampled tokens."""
+        return TEACHER_LOGPROBS in self.reads or self.opd_kl_coef > 0 and self.vocabulary_divergence is None
 
 
 def correction_of(config: Config, is_stale: bool = False) -> str | None:

@@ -16,7 +16,14 @@ from itertools import permutations
 from typing import Any
 
 from trainer.config import fields
-from trainer.config.algorithm import CORRECTIONS, correction_of, saved_correction
+from trainer.config.algorithm import (
+    CORRECTIONS,
+    JSD,
+    TEACHER_KEY,
+    TeacherConfig,
+    correction_of,
+    saved_correction,
+)
 from trainer.config.data import GENERATORS, SMOOTHED, DataConfig, NamedData, SourceConfig, ValSetConfig
 from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
@@ -183,7 +190,8 @@ def _check_apart(config: Config) -> None:
         paths[parent] = os.path.dirname(resume_path.rstrip("/"))
     pairs += [pair for pair in permutations(paths, 2) if set(pair) != {ckpt, parent}]
     # Not those of `config.roles`: a config may name a loss that cannot be imported here.
-    of_models = {key: value_of(config, key) for key in ("model.path", "trainer.critic.path", "reward.model.path")}
+    named = ("model.path", "trainer.critic.path", "reward.model.path", TEACHER_KEY)
+    of_models = {key: value_of(config, key) for key in named}
     models = {key: path for key, path in of_models.items() if path and os.path.isdir(path)}  # not a name of the Hub
     pairs += [(key, other) for key in models for other in deleted if other in paths]
     paths |= {own: run_dir, **models}
@@ -254,8 +262,26 @@ def check_algorithm(config: Config) -> Rules:
     if a.ref_sync_interval > 0:
         key = "algorithm.ref_sync_interval"
         yield "ref_logprobs" not in a.reads, key, "there is no reference model with algorithm.kl_coef=0"
+    yield from _distillation(config)
     if a.dynamic_sampling:
         check_group_size(config, "algorithm.dynamic_sampling")
+
+
+def _distillation(config: Config) -> Rules:
+    a, teacher, name = config.algorithm, config.algorithm.teacher, "algorithm.teacher"
+    yield a.opd_kl_coef > 0 and teacher.path is None, "algorithm.opd_kl_coef", f"needs {TEACHER_KEY}"
+    problem = "trains nothing without algorithm.opd_kl_coef above 0, because all advantages are 0"
+    yield a.advantage_estimator == "zero" and a.opd_kl_coef == 0, "algorithm.advantage_estimator", problem
+    is_read = teacher.path is None or a.opd_kl_coef > 0 or a.reads_teacher_logprobs
+    problem = "nothing reads the teacher; set algorithm.opd_kl_coef, or algorithm.advantage_estimator=reverse_kl"
+    yield not is_read, TEACHER_KEY, problem
+    for key in changed_keys(teacher, TeacherConfig(path=teacher.path, temperature=teacher.temperature), name):
+        yield a.opd_kl_coef == 0, key, "needs algorithm.opd_kl_coef above 0"
+        yield key == f"{name}.beta" and teacher.divergence != JSD, key, f"needs {name}.divergence={JSD}"
+    problem = f"sampled tokens show a divergence at rollout.temperature={config.rollout.temperature} alone; choose it"
+    is_other = teacher.path is not None and teacher.temperature != config.rollout.temperature
+    yield is_other and a.reads_teacher_logprobs, f"{name}.temperature", f"{problem}, or forward, reverse or jsd"
+    yield teacher.path is None and teacher.temperature != 1, f"{name}.temperature", f"needs {TEACHER_KEY}"
 
 
 def check_group_size(config: Config, key: str) -> None:

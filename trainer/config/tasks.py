@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.config.algorithm import TEACHER_KEY, TEACHER_LOGPROBS
 from trainer.config.fields import value_of
 from trainer.config.model import FSDPConfig, LoraConfig, OptimizerConfig
 from trainer.errors import UserError, did_you_mean
@@ -62,6 +63,8 @@ class RoleSpec:
     """Copy the policy's weights into this role every this many steps. None: never."""
     is_policy_base: bool = False
     """The role is the policy without its adapters, and needs no module of its own."""
+    read_by: str = ""
+    """The trained role whose update reads the distributions of this one over the vocabulary. Empty: none."""
 
     def __post_init__(self) -> None:
         if self.path is not None and self.key == POLICY_KEY:  # a resume would compare the policy's weights instead
@@ -170,6 +173,20 @@ def reference_role(config: Config, moves: bool = True) -> RoleSpec:
     )
 
 
+def teacher_role(config: Config) -> RoleSpec:
+    """Return the frozen teacher of on-policy distillation."""
+    a = config.algorithm
+    return RoleSpec(
+        "teacher",
+        a.teacher.path,
+        scores=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
+        section="trainer.policy",
+        sharding=config.trainer.policy.fsdp,
+        key=TEACHER_KEY,
+        read_by="policy" if a.vocabulary_divergence is not None else "",
+    )
+
+
 def check_roles(roles: Sequence[RoleSpec]) -> None:
     """Check that the roles of a task can be told apart.
 
@@ -196,8 +213,8 @@ def _updates_per_step(config: Config) -> int:
 
 
 def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
-    """Return the roles of a policy gradient: the policy; a critic and a reference if a function reads them; and the
-    reward model, if one gives the rewards."""
+    """Return the roles of a policy gradient: the policy; a critic and a reference if a function reads them; the
+    reward model, if one gives the rewards; and the teacher."""
     reads = config.algorithm.reads
     has_critic = "values" in reads
     roles = [policy_role(config, skipped_steps=config.trainer.critic.warmup_steps if has_critic else 0)]
@@ -208,6 +225,8 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
     if (path := config.reward_model) is not None:
         key, fsdp = "reward.model.path", config.trainer.policy.fsdp
         roles.append(RoleSpec(REWARD_MODEL, path, SCORE, section="trainer.policy", sharding=fsdp, key=key))
+    if config.algorithm.teacher.path is not None:
+        roles.append(teacher_role(config))
     return tuple(roles)
 
 

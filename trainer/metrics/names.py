@@ -82,6 +82,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/loss": Metric("Policy loss with all its terms, mean over the step's mini-batches.", "loss"),
     "policy/kl": Metric("KL to the reference; without a reference, KL of the old policy to the new one.", "nats"),
+    "policy/teacher_kl": Metric("Divergence from the teacher (`algorithm.teacher.divergence`).", "nats"),
     "policy/kl_coef": Metric("Weight of the KL, with the option `kl_target`.", "1"),
     "policy/clip_frac": Metric("Tokens whose gradient the clipping of the policy loss removed or changed.", "share"),
     "policy/entropy": Metric("Mean entropy of the policy's next-token distribution.", "nats"),

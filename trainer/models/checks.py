@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config import Config
+from trainer.config import LM, Config
 from trainer.config.fields import config_error
 from trainer.errors import UserError, one_line
 from trainer.models.files import load_config, load_trained_config, resolve_model_path
 from trainer.models.heads import check_head
+from trainer.models.tokenizer import token_table
 from trainer.parallel.axes import AXES, axis_sizes
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ _MEDIA = re.compile("(image|video|audio|vision|bo[iva]|eo[iva])_.*")
 
 
 def check_vocabularies(cfg: Config, model_path: str) -> None:
-    """Check that no model of the run has fewer tokens in its vocabulary than the policy, before one is loaded.
+    """Check that all models of the run have the tokens of the policy, before one is loaded.
 
     Every model reads the tokens that the policy has sampled, and a rank ends at a token without an embedding.
 
@@ -154,20 +155,48 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
         model_path: directory of the initial weights of the policy.
 
     Raises:
-        UserError: one has.
+        UserError: one has not.
     """
-    others = {role.key: (role.name, role.path) for role in cfg.roles if role.path is not None}
+    others = {role.key: role for role in cfg.roles if role.path is not None}
     if not others:
         return
     tokens = _vocab_size(load_config(cfg.model, model_path))
-    for key, (name, path) in others.items():
-        known = _vocab_size(load_config(cfg.model, resolve_model_path(path, key), key))
+    for key, role in others.items():
+        assert role.path is not None
+        directory, named = resolve_model_path(role.path, key), f"{key}={role.path}"
+        known = _vocab_size(load_config(cfg.model, directory, key))
         if tokens is not None and known is not None and known < tokens:
             raise UserError(
-                f"{key}={path}: the vocabulary of the {name} has {known} tokens, and that of the policy, "
-                f"{cfg.model.path or model_path}, has {tokens}; choose a {name} with the tokenizer of the policy, or "
-                f"resize its embeddings to {tokens} tokens"
+                f"{named}: the vocabulary of the {role.name} has {known} tokens, and that of the policy, "
+                f"{cfg.model.path or model_path}, has {tokens}; choose a {role.name} with the tokenizer of the policy, "
+                f"or resize its embeddings to {tokens} tokens"
             )
+        if (size := axis_sizes(cfg.trainer)["tp"]) > 1 and role.read_by and known != tokens:
+            problem = f"splits the {tokens} tokens of the policy and the {known} of the {role.name} unlike; choose 1"
+            refuse_axis("tp", size, problem)
+        if role.head == LM:
+            _check_same_tokens(cfg, model_path, directory, role.name, named)
+
+
+def _check_same_tokens(cfg: Config, model_path: str, directory: str, name: str, named: str) -> None:
+    """Refuse a language model that reads the policy's tokens as others, by the tokenizers of both.
+
+    It may have further tokens. Without a tokenizer of the policy, nothing is compared.
+    """
+    own = token_table(model_path, cfg.model.trust_remote_code)
+    if own is None:
+        return
+    known = token_table(directory, cfg.model.trust_remote_code)
+    if known is None:
+        problem = f"has no tokenizer, so nothing shows that the {name} has the tokens of the policy"
+        raise UserError(f"{named}: {problem}; save the tokenizer that it was trained with there")
+    others = {number: token for token, number in own.items() if known.get(token) != number}
+    if others:
+        first = min(others)
+        raise UserError(
+            f"{named}: {len(others)} tokens of the policy, such as {one_line(repr(others[first]))} ({first}), are "
+            f"others in the tokenizer of the {name}; choose a {name} with the tokenizer of the policy"
+        )
 
 
 def check_tokenizer(cfg: Config, path: str, tokenizer: PreTrainedTokenizerBase) -> None:

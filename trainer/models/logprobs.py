@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from trainer.config.algorithm import TeacherConfig
 from trainer.models.attention import packing_arguments
+from trainer.models.divergence import divergence, log_softmax
 from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing, index_select
@@ -42,7 +44,9 @@ def token_logprobs(
         nats, `(B, T)` float32, with T the length of the longest sequence. Entry t belongs to token t. It is 0 at t = 0,
         in the padding, and where `mask` is 0.
     """
-    return _scores(model, input_ids, packing, temperature, mask, None)[0]
+    (logprobs, _) = _scores(model, input_ids, packing, temperature, mask, None)
+    assert logprobs is not None
+    return logprobs
 
 
 def logprobs_and_entropy(
@@ -63,24 +67,82 @@ def logprobs_and_entropy(
         log-probs and entropies in nats, both `(B, T)` float32.
     """
     logprobs, entropy = _scores(model, input_ids, packing, temperature, mask, "grad" if entropy_grad else "value")
-    assert entropy is not None
+    assert logprobs is not None and entropy is not None
     return logprobs, entropy
 
 
-def _scores(
-    model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
-) -> tuple[Tensor, Tensor | None]:
-    where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
+def logprobs_and_divergence(
+    model: nn.Module,
+    input_ids: Tensor,
+    packing: Packing,
+    temperature: float,
+    mask: Tensor,
+    entropy: str | None,
+    teacher: Distributions,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return log-probs and entropies (see `logprobs_and_entropy`), and the divergence from the teacher at each token.
+
+    Args:
+        entropy: see `Targets`.
+        teacher: its distributions at the same tokens (see `distributions`).
+    """
+    logprobs, entropies, divergences = _scores(model, input_ids, packing, temperature, mask, entropy, teacher)
+    assert logprobs is not None and divergences is not None
+    return logprobs, entropies, divergences
+
+
+@torch.no_grad()
+def distributions(
+    model: nn.Module, input_ids: Tensor, packing: Packing, mask: Tensor, settings: TeacherConfig
+) -> Distributions:
+    """Return the distributions of a frozen model where `mask` is 1, which the update of another model compares.
+
+    They share the weight of the head with the model, so that must stay as it is meanwhile: gathered.
+    """
+    targets = _targets(input_ids, packing, 1.0, mask, _STATES)
+    arguments = packing_arguments(model.config, packing)
+    if packing.cp is not None:
+        targets, _ = _local_targets(packing, targets)
+        input_ids = packing.shard(input_ids)
+    states, _ = model(input_ids, targets, arguments)
+    forward: Any = model.forward
+    if forward.func is not _chunked_forward:
+        return Distributions(states, None, Head(), settings)
+    weight = model.get_output_embeddings().weight
+    return Distributions(
+        states, weight.to_local() if isinstance(weight, DTensor) else weight, forward.args[1], settings
+    )
+
+
+def _targets(
+    input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
+) -> Targets:
+    where = _where(packing, mask)
     ids = input_ids[0, packing.token_indices[where]]
-    targets = Targets(packing.previous_indices[where], ids, temperature or 1.0, entropy)
+    return Targets(packing.previous_indices[where], ids, temperature or 1.0, entropy)
+
+
+def _where(packing: Packing, mask: Tensor | None) -> Tensor:
+    return packing.has_previous if mask is None else packing.has_previous & (mask > 0)
+
+
+def _scores(
+    model: nn.Module,
+    input_ids: Tensor,
+    packing: Packing,
+    temperature: float,
+    mask: Tensor | None,
+    entropy: str | None,
+    teacher: Distributions | None = None,
+) -> tuple[Tensor | None, ...]:
+    where = _where(packing, mask)
+    targets = replace(_targets(input_ids, packing, temperature, mask, entropy), teacher=teacher)
     arguments = packing_arguments(model.config, packing)
     if packing.cp is None:
         scores = model(input_ids, targets, arguments)
     else:
         scores = _scores_of_slices(model, input_ids, packing, targets, arguments)
-    logprobs, entropies = (None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
-    assert logprobs is not None
-    return logprobs, entropies
+    return tuple(None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
 
 
 def _scores_of_slices(
@@ -88,15 +150,21 @@ def _scores_of_slices(
 ) -> tuple[Tensor | None, ...]:
     """Return the scores of all target tokens. Each rank computes those of its slice of the row."""
     assert packing.cp is not None
-    local, indices, cp = packing.local_slice, targets.indices, packing.cp
-    is_local = (indices >= local.start) & (indices < local.stop)
-    local_targets = replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local])
+    cp, count = packing.cp, len(targets.indices)
+    local_targets, is_local = _local_targets(packing, targets)
 
     def gather(scores: Tensor) -> Tensor:
-        return cp.all_reduce(scores.new_zeros(len(indices)).masked_scatter(is_local, scores))
+        return cp.all_reduce(scores.new_zeros(count).masked_scatter(is_local, scores))
 
     local_scores = model(packing.shard(input_ids), local_targets, arguments)
     return tuple(None if scores is None else gather(scores) for scores in local_scores)
+
+
+def _local_targets(packing: Packing, targets: Targets) -> tuple[Targets, Tensor]:
+    """Return the targets of this rank's slice of the row, and `(n,)`, which of all targets they are."""
+    local, indices = packing.local_slice, targets.indices
+    is_local = (indices >= local.start) & (indices < local.stop)
+    return replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local]), is_local
 
 
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -104,6 +172,11 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 _CHUNK_LOGITS = 1 << 22
 """With a small vocabulary, a chunk has more tokens, up to this many logits. On CPU, this is also the limit with a large
 vocabulary: 16 MB stay in the cache between one pass over them and the next."""
+
+
+_DIVERGENCE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""Logits of each model that exist at the same time for a divergence; its formula holds several tensors of that size."""
+_STATES = "states"
 
 
 @dataclass(frozen=True)
@@ -119,6 +192,23 @@ _FULL = Vocabulary()
 
 
 @dataclass(frozen=True)
+class Distributions:
+    """The distributions of a teacher at n targets, before the logits are computed."""
+
+    states: Tensor
+    """`(n, h)`: the input of the head. Without a weight `(n, v)`: the logits."""
+    weight: Tensor | None
+    """`(v, h)`, of the head; with tensor parallelism this rank's slice."""
+    head: Head
+    settings: TeacherConfig
+
+    def logits(self, chunk: slice) -> Tensor:
+        """Return the logits of some targets, at least float32."""
+        states = self.states[chunk]
+        return states if self.weight is None else _apply(self.head, _logits(states, self.weight, Head(), 1.0, None))
+
+
+@dataclass(frozen=True)
 class Targets:
     """The tokens of a row whose log-probs are needed."""
 
@@ -129,7 +219,10 @@ class Targets:
     temperature: float
     """Divides the logits."""
     entropy: str | None
-    """Whether to compute entropies: `value`, `grad` (the value, with gradients) or None (no entropies)."""
+    """Whether to compute entropies: `value`, `grad` (the value, with gradients) or None (no entropies). `states`: the
+    input of the head is returned in place of log-probs."""
+    teacher: Distributions | None = None
+    """Compute the divergence from these distributions, too."""
 
 
 def set_head(lm: PreTrainedModel) -> bool:
@@ -168,28 +261,38 @@ def _chunked_forward(
     targets: Targets,
     arguments: dict[str, Any],
     compiled: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
     hidden, weight, vocabulary = index_select(states[0], targets.indices), lm.get_output_embeddings().weight, _FULL
+    if targets.entropy == _STATES:
+        return hidden, None
     if isinstance(weight, DTensor):
         axis = AxisGroup.along(weight.device_mesh)
         hidden, weight = axis.all_reduce_grad(hidden), weight.to_local()
         vocabulary = Vocabulary(axis.rank * len(weight), axis)
-    return _ChunkedScores.apply(
+    scores = _ChunkedScores.apply(
         hidden, weight, targets.ids, head, targets.temperature, targets.entropy, vocabulary, compiled
     )
+    if targets.teacher is None:
+        return scores
+    return *scores, _ChunkedDivergence.apply(hidden, weight, head, targets.teacher, vocabulary)
 
 
 def _unchunked_forward(
     lm: PreTrainedModel, forward: Any, input_ids: Tensor, targets: Targets, arguments: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0]
-    logp = (index_select(logits, targets.indices).float() / targets.temperature).log_softmax(dim=-1)
-    logprobs = logp.gather(-1, targets.ids[:, None])[:, 0]
-    if targets.entropy is None:
-        return logprobs, None
-    with torch.set_grad_enabled(targets.entropy == "grad" and torch.is_grad_enabled()):
-        return logprobs, -(logp.exp() * logp).sum(dim=-1)
+    logits = index_select(logits, targets.indices).float()
+    if targets.entropy == _STATES:
+        return logits, None
+    logp = (logits / targets.temperature).log_softmax(dim=-1)
+    logprobs, entropies = logp.gather(-1, targets.ids[:, None])[:, 0], None
+    if targets.entropy is not None:
+        with torch.set_grad_enabled(targets.entropy == "grad" and torch.is_grad_enabled()):
+            entropies = -(logp.exp() * logp).sum(dim=-1)
+    if targets.teacher is None:
+        return logprobs, entropies
+    return logprobs, entropies, _divergences(logits, Head(), targets.teacher, slice(None), _FULL)
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -278,6 +381,60 @@ class _ChunkedScores(torch.autograd.Function):
             del d_logits
         gradients = (None if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight))
         return *gradients, None, None, None, None, None, None
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Divergences `(n,)` of a teacher from the softmax over `W h`, in chunks of tokens.
+
+    The backward pass computes the logits of each chunk again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, head: Head, teacher: Distributions, vocabulary: Vocabulary
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.options = head, teacher, vocabulary
+        result = hidden.new_empty(len(hidden), dtype=_sum_dtype(weight))
+        for chunk in _divergence_chunks(hidden, weight):
+            logits = _logits(hidden[chunk], weight, Head(), 1.0, None)
+            result[chunk] = _divergences(logits, head, teacher, chunk, vocabulary)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden, weight), (head, teacher, vocabulary) = ctx.saved_tensors, ctx.options
+        dtype = _sum_dtype(weight)
+        d_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        for chunk in _divergence_chunks(hidden, weight):
+            logits = _logits(hidden[chunk], weight, Head(), 1.0, None).requires_grad_()
+            with torch.enable_grad():
+                values = _divergences(logits, head, teacher, chunk, vocabulary)
+            (d_logits,) = torch.autograd.grad(values, logits, grads[0][chunk])
+            d_logits = d_logits.to(weight.dtype)
+            if d_hidden is not None:
+                _add_product(d_hidden[chunk], d_logits, weight)
+            if d_weight is not None:
+                _add_product(d_weight, d_logits.T, hidden[chunk])
+        gradients = (None if d is None else d.to(weight.dtype) for d in (d_hidden, d_weight))
+        return *gradients, None, None, None
+
+
+def _divergences(logits: Tensor, head: Head, teacher: Distributions, chunk: slice, vocabulary: Vocabulary) -> Tensor:
+    """Return the divergences of some targets from the logits `W h` of the policy. A teacher may have more columns."""
+    settings = teacher.settings
+    of_policy = log_softmax(_apply(head, logits) / settings.temperature, vocabulary)
+    first = vocabulary.first if teacher.weight is None else 0  # else they are of this rank's slice already
+    of_teacher = teacher.logits(chunk)[:, first : first + logits.shape[1]]
+    of_teacher = log_softmax(of_teacher / settings.temperature, vocabulary)
+    (total,) = vocabulary.total(divergence(of_teacher, of_policy, settings.divergence, settings.beta))
+    return total
+
+
+def _divergence_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _DIVERGENCE_LOGITS[weight.device.type] // len(weight))
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
 def logits_at_a_time(rows: int, targets: int, device: str) -> int:

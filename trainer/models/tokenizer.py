@@ -14,6 +14,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import open_regular
 from trainer.files.documents import is_count, mismatch, parse_object
 from trainer.files.hf_hub import first_line
+from trainer.import_utils import user_code
 from trainer.process import time_limits
 from trainer.process.deadline import deadline
 from trainer.process.startup import importing
@@ -156,6 +157,21 @@ def load_tokenizer(
         changes["pad_token"] = tokenizer.pad_token = tokenizer.eos_token
     setattr(tokenizer, _CHANGES, changes)
     return tokenizer
+
+
+def token_table(path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
+    """Return the ids of the tokens of a model, by their texts. None: its directory has no tokenizer.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any(os.path.exists(os.path.join(path, file)) for file in files):
+        return None
+    with importing():
+        from transformers import AutoTokenizer
+    with user_code(f"{path}: its tokenizer cannot be loaded ({{}})"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code).get_vocab()
 
 
 def tokenizer_changes(tokenizer: Any) -> Mapping[str, Any]:

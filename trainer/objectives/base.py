@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.algorithms import FixedKL, Totals
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.config import LM, Config, RoleSpec
+from trainer.config.algorithm import TeacherConfig
 from trainer.episodes import Episode
 from trainer.import_utils import import_function
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
@@ -53,6 +54,8 @@ class Outputs:
     entropy: Tensor | None = None
     """Entropy of the distribution of each token (see `Objective.entropy`)."""
     values: Tensor | None = None
+    divergence: Tensor | None = None
+    """Divergence from the teacher at each token (see `Objective.divergence`)."""
 
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
@@ -78,6 +81,9 @@ class Objective:
     policy's weights gives the numbers of the policy to the last bit."""
     extremes: Mapping[str, str] = {}
     """Metrics of `loss` that are no shares of a sum, but the `min` or `max` of a micro-batch."""
+    divergence: TeacherConfig | None = None
+    """The divergence over the vocabulary from the role that the policy reads (`RoleSpec.read_by`). None: there is
+    none."""
     compares_completions = False
     """The objective compares the rows of a group, so these must be able to differ."""
 

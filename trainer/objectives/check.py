@@ -24,6 +24,8 @@ from trainer.config.algorithm import (
     OFF,
     OPTION_KEYS,
     RUN_OPTIONS,
+    TEACHER_KEY,
+    TEACHER_LOGPROBS,
     AlgorithmConfig,
     aggregation_of,
     chosen_options,
@@ -59,6 +61,9 @@ def check_functions(config: Config) -> None:
     """
     algorithm = config.algorithm
     scores = {role.scores for role in config.roles if role.scores}
+    if TEACHER_LOGPROBS in algorithm.reads - scores:
+        functions = f"algorithm.{ESTIMATOR}={algorithm.advantage_estimator} or algorithm.{LOSS}={algorithm.policy_loss}"
+        raise UserError(f"{TEACHER_KEY}=null: {functions} reads {TEACHER_LOGPROBS}; name a teacher")
     estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, scores)
     loss = _resolve(POLICY_LOSSES, algorithm, LOSS, scores)
     functions = {ESTIMATOR: estimator, LOSS: loss}

@@ -19,12 +19,13 @@ from trainer.algorithms import (
     aggregate,
     kl_penalty,
     resolve,
+    sampled_reverse_kl,
     shape_rewards,
     value_loss,
 )
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, Config, aggregation_of, chosen_options, correction_of
-from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, unprefixed
+from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, TEACHER_LOGPROBS, unprefixed
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
@@ -59,6 +60,7 @@ class PolicyGradient(Objective):
         a = cfg.algorithm
         self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if a.adapts_kl else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
+        self.divergence = a.vocabulary_divergence
         self.unit = GROUP if "group_ids" in a.reads else ROW
         self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
         """The loss of each trained role. A subclass with further trained roles adds theirs."""
@@ -228,6 +230,13 @@ class PolicyGradient(Objective):
             metrics["kl"] = aggregate(kl.detach(), mask, "token_mean", totals)
             if a.kl_in == "loss" and a.kl_coef > 0:
                 loss = loss + numbers["kl_coef"] * aggregate(kl, mask, options["aggregation"], totals)
+        if TEACHER_LOGPROBS in mb or outputs.divergence is not None:
+            distance = outputs.divergence
+            if distance is None:
+                distance = sampled_reverse_kl(logprobs, mb["old_logprobs"], mb[TEACHER_LOGPROBS], mask)
+            metrics["teacher_kl"] = aggregate(distance.detach(), mask, "token_mean", totals)
+            if a.opd_kl_coef > 0:
+                loss = loss + a.opd_kl_coef * aggregate(distance, mask, options["aggregation"], totals)
         if entropy is not None:
             metrics["entropy"] = aggregate(entropy.detach(), mask, "token_mean", totals)
             if a.entropy_coef > 0:

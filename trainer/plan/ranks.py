@@ -227,7 +227,8 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload) -
         name, moments = role.spec.name, role.moments_of_update(workload.may_accumulate)
         if role.is_on_host:  # the sharded gradients go to host memory as they are complete
             moments = [{**one, "gradients": max(0, one["gradients"] - role.gradients)} for one in moments]
-        phases.append(largest(f"update of the {name}", held({name}, {name}), moments))
+        read = {other.spec.name for other in roles if other.spec.read_by == name}
+        phases.append(largest(f"update of the {name}", held({name} | read, {name}), moments))
     saved = [role.spec for role in roles if role.spec.saved]
     # What is in host memory is saved from there (see `Rank.begin_save`). The policy has just been trained.
     here = {spec.name for spec in saved if mode != "all" or spec.name == "policy" or spec.has_adapters}

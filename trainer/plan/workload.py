@@ -187,7 +187,7 @@ def scored_share(cfg: Config, role: RoleSpec, workload: Workload) -> float:
     """
     a = cfg.algorithm
     if role.name != "policy" or not cfg.task.generates:
-        return float(bool(role.scores))
+        return float(bool(role.scores)) + float(bool(role.read_by))
     if a.old_logprobs == "rollout":
         return 0.0
     reads_before = a.kl_in == "reward" and any(role.name == "reference" for role in cfg.roles)

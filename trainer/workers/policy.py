@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import RoleSpec
 from trainer.errors import LogprobMismatchError
@@ -21,13 +22,19 @@ from trainer.models.export_sharded import (
     merged_tensors,
     stream_tensors,
 )
-from trainer.models.logprobs import logprobs_and_entropy, token_logprobs
+from trainer.models.logprobs import (
+    Distributions,
+    distributions,
+    logprobs_and_divergence,
+    logprobs_and_entropy,
+    token_logprobs,
+)
 from trainer.models.lora import disabled_adapters
 from trainer.objectives.base import LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.load_balancing import Part, Share, has_old_logprobs
 from trainer.parallel.mesh import Layout
-from trainer.parallel.shard import param_dtype
+from trainer.parallel.shard import param_dtype, reshard
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
 _COLD = 2.0**-20
@@ -58,6 +65,7 @@ class PolicyWorker(TrainedWorker):
         before_weights_change: Callable[[], None],
     ):
         super().__init__(spec, module, layout, objective, before_weights_change)
+        self.teacher: FrozenWorker | None = None
         self._shared: SharedDirectory | None = None
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
         self._entropy: dict[int, np.ndarray] = {}  # of the tokens of each row, for people
@@ -78,11 +86,15 @@ class PolicyWorker(TrainedWorker):
         return _token_logprobs(self.module, mb, self.objective.temperature)
 
     def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
-        needed, entropy = self.objective.entropy(mb), None
-        if needed is None:
+        needed, entropy, divergence = self.objective.entropy(mb), None, None
+        scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
+        if self.teacher is not None:
+            kind = None if needed is None else "grad" if has_gradient else "value"
+            given = self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, kind
+            logprobs, entropy, divergence = logprobs_and_divergence(*given, self.teacher.distributions(mb, scored))
+        elif needed is None:
             logprobs = self._logprobs(mb)
         else:
-            scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
             logprobs, entropy = logprobs_and_entropy(
                 self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, entropy_grad=has_gradient
             )
@@ -93,7 +105,13 @@ class PolicyWorker(TrainedWorker):
         if self._keeps_entropy and entropy is not None and mb.rows and "row" in mb:
             for row, values in zip(mb["row"].tolist(), entropy.detach().float().cpu().numpy(), strict=True):
                 self._entropy.setdefault(row, values)  # of the first epoch
-        return Outputs(logprobs=logprobs, entropy=entropy)
+        return Outputs(logprobs=logprobs, entropy=entropy, divergence=divergence)
+
+    def read(self, teacher: FrozenWorker) -> None:
+        """Let updates read the distributions of a teacher over the vocabulary. Not a collective."""
+        self.teacher = teacher
+        self.max_tokens = min(self.max_tokens, teacher.max_tokens)
+        self.shares_prompts &= teacher.shares_prompts
 
     def update(
         self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float] | None = None
@@ -116,6 +134,8 @@ class PolicyWorker(TrainedWorker):
         self._keeps_entropy = self.layout.is_first_of_dp_rank and self.objective.cfg.logger.keeps_rollouts(step)
         batch = {**share.batch, "has_old_logprobs": has_old_logprobs(share.batch), "row": share.rows}
         update = super().update(dataclasses.replace(share, batch=batch), step, totals, numbers)
+        if self.teacher is not None:
+            reshard(self.teacher.module)
         rows, logprobs = stack_rows(self._fresh)
         entropy = stack_rows([([row], values[None]) for row, values in self._entropy.items()])
         self._fresh, self._entropy = [], {}
@@ -242,6 +262,12 @@ class FrozenWorker(ModelWorker):
         """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
         with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
             return self.map_rows(share, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
+
+    def distributions(self, mb: MicroBatch, mask: Tensor) -> Distributions:
+        """Return the distributions over the vocabulary where `mask` is 1. The head's weight stays gathered."""
+        assert self.objective.divergence is not None and isinstance(self.module, FSDPModule)
+        self.module.set_reshard_after_forward(False, recurse=False)
+        return distributions(self.module, mb.input_ids, mb.packing, mask, self.objective.divergence)
 
     def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of this rank's rows of a batch, if the head is `value` (see `ModelWorker.map_rows`)."""

@@ -102,7 +102,9 @@ class Rank:
                 verdict = check_model(cfg.model, module, of_role, *run)
                 compared.add(of_role)
                 found[f"{spec.key}={of_role}"] = verdict.problem, verdict.not_compared
-            self.roles[spec.name] = self._worker(spec, module)
+            self.roles[spec.name] = worker = self._worker(spec, module)
+            if spec.read_by:
+                self.roles[spec.read_by].read(worker)
         return found
 
     def _load(self, spec: RoleSpec, path: str) -> nn.Module:
@@ -123,6 +125,8 @@ class Rank:
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the worker of `role`."""
         needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
+        if method == "update":
+            needed |= {name for name, worker in self.roles.items() if worker.spec.read_by == role}
         if method in _WITH_OPTIMIZER:  # they take the most memory
             self._offload(set(self.roles) - needed)
         self._onload(needed, optimizer=method in _WITH_OPTIMIZER)

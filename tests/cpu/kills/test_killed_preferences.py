@@ -78,6 +78,24 @@ def test_preferences_over_pairs_end_as_if_never_killed(tmp_path, capsys):
     assert Path(write_report(str(tmp_path / "killed"))).stat().st_size > 5000
 
 
+def test_distillation_with_muon_ends_as_if_never_killed(tmp_path):
+    """On two ranks, with the teacher's log-probs as advantages, and a divergence over the vocabulary in the loss."""
+    build(tmp_path / "model")
+    build(tmp_path / "teacher", seed=1)
+    base = ("algorithm=opd", f"model.path={tmp_path}/model", f"algorithm.teacher.path={tmp_path}/teacher",
+            "algorithm.opd_kl_coef=1", "algorithm.teacher.divergence=jsd", "trainer.policy.optimizer.name=muon",
+            "trainer.policy.optimizer.lr=1e-3", "trainer.num_workers=2", *SHORT)  # fmt: skip
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
+    distances = [row["policy/teacher_kl"] for row in metrics(tmp_path / "whole")]
+    assert distances[0] > distances[-1] > 0
+    assert "Muon trains model.layers.*.self_attn.q_proj.weight" in (tmp_path / "whole.log").read_text()
+    killed = (f"trainer.run_dir={tmp_path}/killed", *base)
+    kill_at_step_3(tmp_path / "killed", *killed)
+    assert run_until(tmp_path / "killed.log", *killed)
+    assert "resume verified: 1 replayed step" in (tmp_path / "killed.log").read_text()
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
 def test_a_loss_that_reads_a_teacher_ends_as_if_never_killed(tmp_path):
     """The task is `rl` with one more role. A resume refuses another teacher, and its advice can be given as printed."""
     build(tmp_path / "model")

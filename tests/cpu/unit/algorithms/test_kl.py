@@ -16,6 +16,7 @@ from trainer.algorithms import (
     AdaptiveKL,
     FixedKL,
     kl_penalty,
+    sampled_reverse_kl,
 )
 
 
@@ -96,3 +97,19 @@ def test_the_kl_controller_takes_its_settings_from_the_config():
     adaptive.load_state_dict(FixedKL(0.7).state_dict())
     fixed.load_state_dict(AdaptiveKL(0.7, 0.5, 100).state_dict())
     assert adaptive.coef == fixed.coef == 0.1
+
+
+def test_the_expected_gradient_of_sampled_tokens_is_that_of_the_reverse_kl():
+    """All of six tokens, sampled by the policy itself and by an older one: the gradient of each by its probability."""
+    z = torch.tensor([2, 1, 0.3, -1, 0, -0.5], dtype=torch.float64, requires_grad=True)
+    p = torch.tensor([0, 1, 2, 0.5, -1, 0.2], dtype=torch.float64).log_softmax(-1)[None]
+    older = torch.tensor([0.5, 0.5, 1, 0, 0, -1], dtype=torch.float64).log_softmax(-1)[None]
+    expected = torch.tensor([0.587996, -0.188447, -0.264428, -0.066587, 0.005125, -0.073658], dtype=torch.float64)
+    q = z.log_softmax(-1)[None]
+    for old in (q.detach(), older):
+        estimate = sampled_reverse_kl(q, old, p, torch.ones(1, 6))
+        value = (old.exp() * estimate).sum()
+        assert value.item() == pytest.approx(0.996973600, abs=1e-9)
+        (gradient,) = torch.autograd.grad(value, z, retain_graph=True)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+    assert not sampled_reverse_kl(q, older, p, torch.zeros(1, 6)).any()

@@ -22,11 +22,22 @@ from trainer.config.rules import check_group_size
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
 
+TAUGHT = ("algorithm=opd", "algorithm.teacher.path=t")
+OVER_THE_VOCABULARY = ("algorithm.teacher.path=t", "algorithm.opd_kl_coef=1", "algorithm.teacher.divergence=jsd")
+
 CONTRADICTIONS = [
     (["algorithm=ppo", "algorithm.kl_estimator=k3+"], r"algorithm.kl_estimator=k3\+.*straight-through"),
     (["algorithm=cispo", "+algorithm.options.kl_target=1"], "algorithm.options.kl_target=1.*kl_coef"),
     (["algorithm=remax", "rollout.n=1", "algorithm.dynamic_sampling=true"], "rollout.n=1.*dynamic_sampling"),
     (["algorithm=dapo", "rollout.temperature=0"], "rollout.temperature=0.0: .*dynamic_sampling"),
+    (["algorithm.opd_kl_coef=1"], "algorithm.opd_kl_coef=1.0: needs algorithm.teacher.path"),
+    (["algorithm.advantage_estimator=zero"], "algorithm.advantage_estimator=zero: trains nothing"),
+    (["algorithm.teacher.path=t"], "algorithm.teacher.path=t: nothing reads the teacher"),
+    ([*TAUGHT, "algorithm.teacher.divergence=jsd"], "algorithm.teacher.divergence=jsd: needs algorithm.opd_kl_coef"),
+    ([*TAUGHT, "algorithm.opd_kl_coef=1", "algorithm.teacher.beta=0.2"], "beta=0.2: needs .*divergence=jsd"),
+    ([*TAUGHT, "algorithm.opd_kl_coef=1", "algorithm.teacher.beta=0.01"], "beta=0.01: must be at least 0.05"),
+    ([*TAUGHT, "rollout.temperature=0.7"], "algorithm.teacher.temperature=1.0: .*at rollout.temperature=0.7 alone"),
+    (["algorithm.teacher.temperature=2"], "algorithm.teacher.temperature=2.0: needs algorithm.teacher.path"),
     (["algorithm.overlong_buffer=17"], "algorithm.overlong_buffer=17: exceeds rollout.max_response_tokens=16"),
     (
         ["algorithm.advantage_estimator=grpo_passk", "algorithm.overlong_buffer=2"],
@@ -43,6 +54,9 @@ CONTRADICTIONS = [
     (["algorithm=gspo", "algorithm.ref_sync_interval=5"], "algorithm.ref_sync_interval=5: there is no reference"),
 ]
 AT_THE_BOUND = [
+    TAUGHT,
+    [*TAUGHT, "rollout.temperature=0.7", "algorithm.teacher.temperature=0.7", "algorithm.opd_kl_coef=1"],
+    [*OVER_THE_VOCABULARY, "algorithm.advantage_estimator=zero", "algorithm.teacher.temperature=2"],
     ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=loss"],
     ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=reward", "algorithm.kl_coef=0"],
     ["algorithm.overlong_buffer=16"],

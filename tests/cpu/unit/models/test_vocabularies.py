@@ -72,6 +72,35 @@ def test_ranks_are_not_started_for_such_a_run(tmp_path):
         make_trainer(build_task(cfg), nothing, nothing, path, nothing)
 
 
+def test_a_teacher_reads_the_tokens_of_the_policy_as_the_policy_does(tmp_path):
+    """It may have further ones, but another number of columns cannot be split over ranks."""
+    for name in ("policy", "teacher"):
+        build_tiny(TinyShape(hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16), tmp_path / name)
+    keys = {"model.path": str(tmp_path / "policy"), "algorithm.teacher.path": str(tmp_path / "teacher")}
+    keys |= {"algorithm.opd_kl_coef": 1.0, "algorithm.teacher.divergence": "jsd"}
+    cfg = configured(tmp_path / "run", keys)
+    file, config = tmp_path / "teacher/tokenizer.json", tmp_path / "teacher/config.json"
+    tokenizer = load_tokenizer(str(tmp_path / "teacher"))
+    tokenizer.add_tokens(["<further>"])
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    check_vocabularies(cfg, str(tmp_path / "policy"))
+    cfg.trainer.num_workers = cfg.trainer.tensor_parallel_size = 2
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 400}))
+    with pytest.raises(UserError, match="^trainer.tensor_parallel_size=2: splits the .* and the 400 of the teacher"):
+        check_vocabularies(cfg, str(tmp_path / "policy"))
+    cfg.trainer.num_workers = cfg.trainer.tensor_parallel_size = 1
+    saved = json.loads(file.read_text())
+    a, b = list(saved["model"]["vocab"])[5:7]
+    saved["model"]["vocab"] |= {a: saved["model"]["vocab"][b], b: saved["model"]["vocab"][a]}
+    file.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match="^algorithm.teacher.path=.*: 2 tokens of the policy, such as .* are others in"):
+        check_vocabularies(cfg, str(tmp_path / "policy"))
+    for one in (tmp_path / "teacher").glob("*token*"):
+        one.unlink()
+    with pytest.raises(UserError, match="^algorithm.teacher.path=.*: has no tokenizer"):
+        check_vocabularies(cfg, str(tmp_path / "policy"))
+
+
 def test_nothing_is_read_for_a_run_of_one_model(tmp_path):
     check_vocabularies(configured(tmp_path), str(tmp_path / "missing"))
 

@@ -12,6 +12,7 @@ from tests.support.tables import table
 from trainer.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, resolve
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, AlgorithmConfig, Config, chosen_options, compose
+from trainer.config.algorithm import TeacherConfig
 from trainer.config.fields import walk_keys
 from trainer.errors import UserError
 from trainer.objectives.check import check_functions, user_options
@@ -208,6 +209,10 @@ def test_valid_functions_are_accepted(settings, own_functions):
             {"policy_loss": "clip_cov", "options": {"cov_low": 6.0}},
             "options.cov_low=6.0: exceeds cov_high=5.0",
         ),
+        (
+            {"advantage_estimator": "reverse_kl"},
+            "algorithm.teacher.path=null: algorithm.advantage_estimator=reverse_kl .*; name a teacher",
+        ),
     ],
 )
 def test_invalid_functions_and_options_are_refused(settings, problem, own_functions):
@@ -221,7 +226,8 @@ def test_estimators_that_compare_completions_need_several_different_ones(estimat
     compares = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "opo", "grpo_passk")
     assert needs_different_completions(ADVANTAGES[estimator]) == (estimator in compares)
     for key, value in (("n", 1), ("temperature", 0.0)):
-        config = Config(algorithm=AlgorithmConfig(advantage_estimator=estimator))
+        teacher = TeacherConfig(path="/t")
+        config = Config(algorithm=AlgorithmConfig(advantage_estimator=estimator, teacher=teacher, opd_kl_coef=1.0))
         setattr(config.rollout, key, value)
         if estimator not in compares:
             check_functions(config)
