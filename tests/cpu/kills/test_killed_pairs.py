@@ -61,6 +61,12 @@ def test_a_run_over_pairs_ends_as_if_never_killed(tmp_path, kind):
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
     if kind == "rm":
         check_scores(whole, tmp_path, last)
+        chain = (f"trainer.run_dir={tmp_path}/chain", f"model.path={tmp_path}/model", "data=files", "reward.name=model",
+                 f"data.train_files=[{tmp_path}/pairs.jsonl]", "data.answer_key=chosen", "trainer.total_steps=1",
+                 f"reward.model.path={whole}/{EXPORT}", "trainer.val_interval=-1")  # fmt: skip
+        assert run_until(tmp_path / "chain.log", *chain)
+        (row,) = metrics(tmp_path / "chain")
+        assert row["reward/reward_model/mean"] == row["reward/mean"] != 0, "a policy learns from its scores"
 
 
 def check_scores(run, tmp_path, last) -> None:

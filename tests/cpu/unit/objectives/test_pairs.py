@@ -206,6 +206,7 @@ def test_a_reward_model_is_read_at_the_stop_token_in_training_and_in_rollouts(tm
     """Whatever follows the token, as the output of a tool. The extremes are those of all ranks."""
     build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16), str(tmp_path))
     cfg = config({"trainer.task": "rm"})
+    cfg.trainer.policy.lora.rank = 4  # the head is trained beside the adapters
     with local_cluster(2, cfg) as cluster:
         learner = Learner(cluster.cfg, cluster, Timer())
         learner.build(str(tmp_path))
