@@ -259,10 +259,12 @@ class EnginePool:
         """
         engines = self._engines
         engines.poll(0)
-        is_kept = self._keeps_weights and (self._has_initial_weights or self._transport_keeps)
+        if not self._has_started:
+            return
+        is_kept = self._keeps_weights and (self._has_initial_weights or self._transport.kept is not None)
         if is_kept and (stale := engines.lifecycle.within(State.STALE)):
             await in_thread(self._reload, stale)
-        if not is_needed or engines.lifecycle.serving or not self._has_started:
+        if not is_needed or engines.lifecycle.serving:
             return
         if is_kept:
             await in_thread(engines.wait_for_capacity, lambda: self._dispatcher.is_paused)
@@ -277,18 +279,18 @@ class EnginePool:
             set_failure_source(error, FailureSource("engine"))
             raise error
 
-    @property
-    def _transport_keeps(self) -> bool:
-        return self._has_started and self._transport.kept() is not None
-
     def _reload(self, stale: list[int]) -> None:
         """Give these engines the weights of the last sync again, without the ranks."""
-        source = self._transport.kept()
+        source = self._transport.kept
         if source is not None:
-            arguments = (source, self._version, "keep") if self._spec.unit == "request" else (source, self._version)
+            arguments = self._arguments(source, self._version, "keep")
             self._engines.mark_ready(self._engines.call(stale, "sync_weights", *arguments), self._version)
         elif self._has_initial_weights:
             self._engines.mark_ready(self._engines.call(stale, "set_version", self._version), self._version)
+
+    def _arguments(self, source: Any, version: int, running: RunningRequests) -> tuple[Any, ...]:
+        """Return the arguments of an engine's `sync_weights`."""
+        return (source, version, running) if self._spec.streaming else (source, version)
 
     def _refit(self) -> None:
         """Wait for an engine while requests wait, and give it the weights of the ranks: no other is left."""
@@ -348,7 +350,7 @@ class EnginePool:
         if self._processes(receivers) != self._receivers:
             self._meet(receivers)
         with self._transport.offer() as (source, sending):
-            arguments = (source, version, running) if self._spec.unit == "request" else (source, version)
+            arguments = self._arguments(source, version, running)
             if sending is None:
                 engines.mark_ready(engines.call(receivers, "sync_weights", *arguments), version)
             else:

@@ -164,6 +164,8 @@ class Transport:
 
     is_checked = False
     """`check` finds all that cannot work. Else the first weights are sent before the first step, to try it."""
+    kept: Any = None
+    """What engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
 
     @staticmethod
     def suits(place: Place) -> bool:
@@ -194,12 +196,9 @@ class Transport:
         """Return what engines load, and the sending calls that run meanwhile; None: nothing is sent any more."""
         raise NotImplementedError
 
-    def kept(self) -> WeightSource | None:
-        """Return what engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
-        return None
-
     def drop_kept(self) -> None:
-        """Free what `kept` returns."""
+        """Free what is kept."""
+        self.kept = None
 
     @functools.cached_property
     def synced_bytes(self) -> int:
@@ -214,7 +213,6 @@ class SharedMemoryTransport(Transport):
     """
 
     is_checked = True
-    _kept: SharedMemory | None = None
 
     @staticmethod
     def suits(place: Place) -> bool:
@@ -229,22 +227,19 @@ class SharedMemoryTransport(Transport):
 
     @contextmanager
     def offer(self) -> Iterator[tuple[WeightSource, None]]:
-        self._kept = None  # the ranks delete the files before they write others
+        self.kept = None  # the ranks delete the files before they write others
         source = SharedMemory(self.ends.ranks.share_weights(self._dtype))
         try:
             yield source, None
             if self.ends.keeps:
-                self._kept = source
+                self.kept = source
         finally:
-            if self._kept is None:
+            if self.kept is None:
                 self.ends.ranks.drop_shared()
 
-    def kept(self) -> SharedMemory | None:
-        return self._kept
-
     def drop_kept(self) -> None:
-        if self._kept is not None:
-            self._kept = None
+        if self.kept is not None:
+            self.kept = None
             self.ends.ranks.drop_shared()
 
 
@@ -305,20 +300,13 @@ class AdapterTransport(Transport):
     """Adapters travel in one piece, stored once for all engines. They are small, and always kept."""
 
     synced_bytes = 0
-    _kept: Any = None
 
     @contextmanager
     def offer(self) -> Iterator[tuple[Any, None]]:
         adapter = Adapter(self._config, self.ends.ranks.call("policy", "adapter_weights"))
         self.synced_bytes = len(adapter.weights)
-        self._kept = self.ends.cluster.put(adapter)
-        yield self._kept, None
-
-    def kept(self) -> Any:
-        return self._kept
-
-    def drop_kept(self) -> None:
-        self._kept = None
+        self.kept = self.ends.cluster.put(adapter)
+        yield self.kept, None
 
     @functools.cached_property
     def _config(self) -> str:

@@ -53,7 +53,7 @@ class Replay:
             sampled_by = (int(about["version"]), about["history"]) if "version" in about else None
         except FileNotFoundError:  # deleted since, by a commit
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             self._note_damage(name, error)
             return
         for key in keys:

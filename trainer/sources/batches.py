@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from types import NoneType
 from typing import Any
@@ -81,18 +81,16 @@ def ahead_part(
     finishing: Callable[[], Mapping[int, Callable[[], StepBatch]]],
     hold: Callable[[Mapping[int, StepBatch]], None],
     works_ahead: bool = True,
-    unread: Collection[str] = (),
 ) -> Component:
     """Make the part that holds the finished batches of steps ahead: the weights that sampled them are gone.
 
     Args:
-        settings: digests of those that decide rollouts and rewards, by key. Batches of other settings are not restored.
-            A key that another version of this package does not know is not compared. Nor are code and models: the
-            checkpoint has the weights, and an edit of a reward must not cost what only they can sample.
+        settings: digests of those that decide rollouts and rewards, by key. Batches of others are not restored. Code
+            and models are not compared: the checkpoint has the weights, and an edit of a reward must not cost what only
+            they can sample.
         finishing: returns, for each step ahead whose weights are gone, a function that waits for its batch.
         hold: takes the batches of a checkpoint.
         works_ahead: this run makes batches ahead. False: the log does not say that a checkpoint has none.
-        unread: keys of `settings` that do not matter to this run. They are saved, but not compared.
     """
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
@@ -114,8 +112,7 @@ def ahead_part(
         for step, path in sorted(names.items()):
             with reading(checkpoint.path, path):
                 batches[step], saved = decode_batch(checkpoint.files.read(path))
-            compared = saved.keys() & settings.keys() - {*unread}
-            changed |= {key for key in compared if saved[key] != settings[key]}
+            changed |= {key for key in settings if saved.get(key) != settings[key]}
         if batches and (changed or not restore.kinds >= _OF_WEIGHTS):
             LOG.warning(
                 "%s: its rollouts of %s are of other %s, and are generated again",

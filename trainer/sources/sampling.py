@@ -350,11 +350,9 @@ class SamplingSource:
 
     def parts(self) -> list[Component]:
         """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
-        a, works_ahead = self.cfg.algorithm, self.cfg.rollout.works_ahead
-        # An estimator that reads baselines cannot train on batches without them, or with baselines of other penalties.
-        penalties = (a.overlong_buffer, a.run_option("overlong_factor")) if self._needs_baselines else None
-        settings = {**self.rollouts.journal.settings, _BASELINES: digest(penalties)}
-        unread = () if self._needs_baselines else (_BASELINES,)
+        a, settings = self.cfg.algorithm, dict(self.rollouts.journal.settings)
+        if self._needs_baselines:  # nothing can train on batches without them, or with those of other penalties
+            settings[_BASELINES] = digest(a.overlong_buffer, a.run_option("overlong_factor"))
 
         def finishing() -> Mapping[int, Callable[[], StepBatch]]:
             """Return functions that wait for the batches of older weights, on another thread."""
@@ -370,7 +368,7 @@ class SamplingSource:
         def hold(batches: Mapping[int, StepBatch]) -> None:
             self._held = dict(batches)
 
-        return [ahead_part(settings, finishing, hold, works_ahead, unread)]
+        return [ahead_part(settings, finishing, hold, self.cfg.rollout.works_ahead)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

@@ -54,8 +54,7 @@ BATCHES = {step: StepBatch([], [UsedRow(SampleIndex(0, 0, step), 0.5)], {"reward
     ("now", "left_out", "reason"),
     [
         ({}, (), ""),
-        ({"unread": "1"}, (), ""),
-        ({"rollout.new": "1"}, (), ""),  # a key that the version before did not have
+        ({"baselines": "1"}, (), "other baselines"),  # the run that has made them needed none
         ({"rollout.n": "3"}, (), "other rollout.n"),
         ({"rollout.n": "3", "rollout.top_p": "2"}, (), "other rollout.n, rollout.top_p"),
         ({}, ("weights",), "other weights"),
@@ -66,7 +65,7 @@ def test_batches_of_other_settings_or_weights_are_dropped_with_a_warning(tmp_pat
     checkpoint = saved(tmp_path, BATCHES, {**SETTINGS, "unread": "0"})
     held: dict[int, StepBatch] = {}
     restore = Restore(Restore().kinds - set(left_out), fork=True)
-    ahead_part(SETTINGS | now, dict, held.update, unread=["unread"]).load(checkpoint, restore)
+    ahead_part(SETTINGS | now, dict, held.update).load(checkpoint, restore)
     assert held == ({} if reason else BATCHES) and [*held] == sorted(held)
     told = [line for line in caplog.messages if "its rollouts of" in line]
     assert told == ([f"{checkpoint.path}: its rollouts of steps 2 to 10 are of {reason}, and are generated again"]
