@@ -18,7 +18,7 @@ from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
-from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process.startup import importing
 
@@ -96,7 +96,6 @@ class VLLMEngine:
         """The name of a request that nobody waits for (see `_accompany`)."""
         self._longest = rollout.max_response_tokens
         self._accompanies = device == "cpu" and rollout.max_num_seqs > 1
-        self._source: Broadcast | Ipc | None = None
         self._adapter: LoRARequest | None = None
         try:
             options = {
@@ -189,11 +188,12 @@ class VLLMEngine:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         match source:
             case SharedMemory():
-                self._load_shared(source)
+                check_owner(source.path)
+                self._llm.collective_rpc("load_shared", args=(source.path,))
             case Adapter():
                 self._load_adapter(source)
             case _:
-                self._receive(source)
+                self._llm.collective_rpc("load_sent", args=(source,))
         if self._running:  # their keys and values are of the old weights: compute them again
             cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
             assert cleared, "the prefix cache is in use"
@@ -205,10 +205,6 @@ class VLLMEngine:
             self._llm.llm_engine.abort_request(list(self._running))
         self._end_companion()
         self._running.clear()
-
-    def _load_shared(self, source: SharedMemory) -> None:
-        check_owner(source.path)
-        self._llm.collective_rpc("load_shared", args=(source.path,))
 
     def _load_adapter(self, adapter: Adapter) -> None:
         from vllm.lora.request import LoRARequest
@@ -230,14 +226,6 @@ class VLLMEngine:
                 )
             # Without `load_inplace`: the adapter is loaded already, and requests must not read it again.
             self._adapter = LoRARequest(_ADAPTER, 1, directory)
-
-    def _receive(self, source: Broadcast | Ipc) -> None:
-        if self._source != source:
-            self._llm.init_weight_transfer_engine({"init_info": {"source": source}})
-            self._source = source
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {}})
-        self._llm.finish_weight_update()
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded."""
@@ -328,9 +316,7 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
     Raises:
         ValueError: vLLM does not support the model.
     """
-    from vllm.config import ModelConfig, WeightTransferConfig
-
-    from trainer.generation.vllm_worker import BACKEND
+    from vllm.config import ModelConfig
 
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     options: dict[str, Any] = {
@@ -340,7 +326,6 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
         "skip_tokenizer_init": True,  # tokens go in and come out
         "use_tqdm_on_load": False,
         "worker_extension_cls": "trainer.generation.vllm_worker.WeightReceiver",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if device == "cpu":
         model = ModelConfig(model_path, trust_remote_code=trust_remote_code, skip_tokenizer_init=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.meta import CopyCounter
 from vllm.utils.nccl import unpinned_nccl_env
@@ -27,18 +23,25 @@ from vllm.utils.nccl import unpinned_nccl_env
 from trainer.errors import one_line
 from trainer.generation.weight_sync import Broadcast, Ipc, refused_weights, weights_of
 
-BACKEND = "trainer"
-
 
 class WeightReceiver:
     """Methods added to vLLM's worker class; called by name through `collective_rpc`."""
 
     def load_shared(self, path: str) -> None:
         """Replace the weights by those of the safetensors files in `path`, tensor by tensor."""
+        self._replace_weights(weights_path=path)
+
+    def load_sent(self, source: Broadcast | Ipc) -> None:
+        """Replace the weights by those that ranks send meanwhile."""
+        with unpinned_nccl_env():  # vLLM may have set NCCL for its own groups; both ends must have the same settings
+            self._replace_weights(weights_iterator=source.receive())
+        torch.cuda.empty_cache()  # the rank on the same GPU may need the memory for a save
+
+    def _replace_weights(self, **weights: Any) -> None:
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         forget_packed_experts(model)
         with every_weight_replaced(model, config, weight_names(model)):
-            self.reload_weights(weights_path=path)
+            self.reload_weights(**weights)
         with set_current_vllm_config(self.vllm_config):
             repack_tied_head(self.model_runner.get_model())
 
@@ -185,49 +188,3 @@ def repack_tied_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":
             module.quant_method.process_weights_after_loading(module)
-
-
-@dataclass
-class SourceInfo(WeightTransferInitInfo):
-    """Where the weights come from."""
-
-    source: Broadcast | Ipc
-
-
-@dataclass
-class PassInfo(WeightTransferUpdateInfo):
-    """Empty: names and shapes travel with the weights."""
-
-
-class Receiver(WeightTransferEngine[SourceInfo, PassInfo]):
-    """vLLM's weight-transfer protocol for `Broadcast` and `Ipc`."""
-
-    init_info_cls = SourceInfo
-    update_info_cls = PassInfo
-
-    _source: Broadcast | Ipc
-    _names: set[str]
-
-    def init_transfer_engine(self, init_info: SourceInfo) -> None:
-        self._names = weight_names(self.model)
-        self._source = init_info.source
-
-    def start_weight_update(self) -> None:
-        forget_packed_experts(self.model)
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: PassInfo) -> None:
-        # vLLM may have pinned settings of NCCL for its own groups. Both ends of this one must have the same.
-        with every_weight_replaced(self.model, self.model_config, self._names), unpinned_nccl_env():
-            self.model.load_weights(self._source.receive())
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_tied_head(self.model)
-        torch.cuda.empty_cache()  # the rank on the same GPU may need the memory for a save
-
-    def shutdown(self) -> None:
-        pass
-
-
-WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

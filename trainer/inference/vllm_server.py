@@ -26,7 +26,7 @@ from trainer.generation.engine import Request
 from trainer.generation.server_protocol import with_signs_of_life
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 
-_OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load", "weight_transfer_config")
+_OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load")
 """Options of `vllm.LLM` that a server for people does without."""
 _TEMPLATE = "chat_template.jinja"
 
