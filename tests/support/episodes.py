@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
-from trainer.generation.event_loop import all_of
+from trainer.generation.event_loop import EventLoop, all_of
 
 
 class Policy:
@@ -94,6 +95,10 @@ def runner_of(tokenizer: Any, max_prompt_tokens: int = 100, **config: Any) -> En
     return EnvironmentRunner(runner_config(max_prompt_tokens, **config), tokenizer)
 
 
+event_loop = functools.cache(EventLoop)
+"""Returns the event loop of all episodes: a server for agents stays on one."""
+
+
 def run(runner: EpisodeRunner, policy: Any, requests: list[RolloutRequest]) -> list[Episode]:
     """Run episodes that begin together."""
 
@@ -103,7 +108,7 @@ def run(runner: EpisodeRunner, policy: Any, requests: list[RolloutRequest]) -> l
         async with runner.together() as block:
             return await all_of([runner.run(one, own, block) for one, own in zip(requests, asks, strict=True)])
 
-    return asyncio.run(run_all())
+    return event_loop().run(run_all())
 
 
 def step_all(pool: EnvironmentPool, sessions: Sequence[Session]) -> None:

@@ -53,7 +53,7 @@ class Call:
 
 
 class AgentEpisode:
-    """The calls of one episode. All methods but the constructor and `idle_s` run on the thread of the server.
+    """The calls of one episode. All methods but `start_clock` run on the event loop of the server.
 
     A request is a repetition of an earlier one if it has the same content, and its client says that it repeats it
     (`X-Stainless-Retry-Count` above 0, which OpenAI's and Anthropic's clients send), or the connection of the earlier
@@ -88,9 +88,8 @@ class AgentEpisode:
     # Time
 
     def start_clock(self) -> None:
-        """Note that the agent begins now."""
-        if not self._calls and not self._has_ended:
-            self._idle_since = time.monotonic()
+        """Note that the agent begins now. Any thread may call this, before the agent can ask."""
+        self._idle_since = time.monotonic()
 
     def idle_s(self) -> float:
         """Return for how long the agent has been busy without a call under way."""

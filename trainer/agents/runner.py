@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -51,10 +50,10 @@ class AgentRunner(EpisodeRunner):
         self._most_tokens = e.most_tokens
         self._longest = cfg.longest_prompt
         self._rollout = cfg.rollout
-        self._tokenizer = copy.deepcopy(tokenizer)  # the thread of the server uses it
+        self._tokenizer = tokenizer
         check_generation_prompt(tokenizer)
         self._characters = max_characters(tokenizer, self._longest)
-        self._reader = find_reader(cfg.model, self._tokenizer)
+        self._reader = find_reader(cfg.model, tokenizer)
 
     def __enter__(self) -> Self:
         e = self.config
@@ -71,6 +70,7 @@ class AgentRunner(EpisodeRunner):
     async def together(self) -> AsyncIterator[tuple[Calls, list[str]]]:
         """Run agents that begin together in the block, and log what some of them have raised after a limit."""
         errors: list[str] = []
+        await self.server.start()
         async with self.pool.calls() as calls:
             yield calls, errors
         if errors:
@@ -86,29 +86,23 @@ class AgentRunner(EpisodeRunner):
             return await self._run(request, asks, *together)
 
     async def _run(self, request: RolloutRequest, asks: Asks, calls: Calls, errors: list[str]) -> Episode:
-        loop = asyncio.get_running_loop()
         replies: set[asyncio.Task[None]] = set()
         failures: list[BaseException] = []
 
         async def reply(episode: AgentEpisode, turn: Turn, asked: Request) -> None:
             try:
-                self.server.post(episode.complete, turn, await asks(asked))
+                episode.complete(turn, await asks(asked))
             except Exception as error:
                 failures.append(error)
                 ended.cancel()
 
-        def begin_reply(*asked: Any) -> None:
-            replies.add(task := loop.create_task(reply(*asked)))
+        def submit(episode: AgentEpisode, turn: Turn, asked: Request) -> None:
+            replies.add(task := asyncio.ensure_future(reply(episode, turn, asked)))
             task.add_done_callback(replies.discard)
 
-        def submit(*asked: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(begin_reply, *asked)
-
         seed, begin = environment_seed(self.seed, request.group), partial(self.begin, request, submit)
-        row, server = request.prompt.row, self.server
-        session = AgentSession(row, seed, self.config.timeout_s, begin, server.discard, server.post)
-        ended = loop.create_task(session.run(calls))
+        session = AgentSession(request.prompt.row, seed, self.config.timeout_s, begin, self.server.discard)
+        ended = asyncio.ensure_future(session.run(calls))
         try:
             await ended
         except asyncio.CancelledError:
@@ -122,7 +116,6 @@ class AgentRunner(EpisodeRunner):
             self.server.discard(session.episode)
         if session.error:
             errors.append(session.error)
-        await self.server.settled()  # nothing changes the episode any more
         return self.episode_of(request, session)
 
     def begin(self, request: RolloutRequest, submit: Callable[[AgentEpisode, Turn, Request], None]) -> AgentEpisode:
@@ -147,7 +140,7 @@ class AgentRunner(EpisodeRunner):
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
         answer = request.prompt.row.get(self._answer_key)
         is_spared = session.failure and not turns
-        self.server.post(session.episode.forget)
+        session.episode.forget()
         return Episode(
             request.uid,
             request.group,

@@ -1,4 +1,4 @@
-"""The HTTP server of a job, through which agents ask the policy. It runs on a thread of the driver."""
+"""The HTTP server of a job, through which agents ask the policy. It runs on the event loop of the rollouts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, Self
 
 from aiohttp import web
 
@@ -31,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AgentServer:
-    """Serves the episodes that are added to it. A context manager.
+    """Serves the episodes that are added to it, on the event loop that calls `start`. All else runs there, too.
 
     Args:
         host: address to listen on.
@@ -39,29 +36,39 @@ class AgentServer:
         url: how agents reach the server, if not by host and port.
 
     Raises:
-        UserError: when it is entered: it cannot listen there.
+        UserError: it cannot listen there.
     """
 
     def __init__(self, host: str, port: int = 0, url: str | None = None):
-        self._host, self._port, self._url = host, port, url
+        shown = f"[{host}]" if ":" in host else host
+        self._listener = listen(host, port, f"environment.agent_address={shown}:{port}")
+        self._url = (url or f"http://{shown}:{self._listener.getsockname()[1]}").rstrip("/")
         self._episodes: dict[str, AgentEpisode] = {}
         self._ended: deque[str] = deque(maxlen=_REMEMBERED)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agent endpoint", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: asyncio.Future[web.AppRunner]
 
-    def __enter__(self) -> Self:
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        listener = listen(self._host, self._port, f"environment.agent_address={shown}:{self._port}")
-        self._url = (self._url or f"http://{shown}:{listener.getsockname()[1]}").rstrip("/")
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(listener), self._loop).result()
-        return self
+    async def start(self) -> None:
+        """Begin to serve, unless it does so already."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            app = web.Application(client_max_size=LARGEST_MESSAGE, middlewares=[_errors_as_json])
+            for path in WIRES:
+                app.router.add_post(f"{_PATH}/{path}", partial(self._ask, path))
+            # An agent whose connection breaks may repeat its request at once: the handler must know.
+            self._started = asyncio.ensure_future(start_server(app, self._listener, auto_decompress=False))
+        await asyncio.shield(self._started)
 
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def close(self) -> None:
+        """End the server, on another thread than that of its event loop, which still runs."""
+
+        async def end() -> None:
+            await (await self._started).cleanup()  # closes the listener, too
+
+        if self._loop is None:
+            self._listener.close()
+        else:
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result()
 
     def address(self, secret: str) -> str:
         """Return the base URL of the episode with this secret."""
@@ -71,33 +78,11 @@ class AgentServer:
         """Begin to serve an episode."""
         self._episodes[episode.secret] = episode
 
-    async def settled(self) -> None:
-        """Wait, on another event loop, until all that was posted is done."""
-
-        async def nothing() -> None:
-            pass
-
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(nothing(), self._loop))
-
-    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function on the thread of the server, later."""
-        self._loop.call_soon_threadsafe(function, *arguments)
-
     def discard(self, episode: AgentEpisode) -> None:
-        """Refuse all further calls of an episode, soon."""
-        self.post(self._end, episode)
-
-    def _end(self, episode: AgentEpisode) -> None:
+        """Refuse all further calls of an episode."""
         episode.end()
         if self._episodes.pop(episode.secret, None) is not None:
             self._ended.append(episode.secret)
-
-    async def _start(self, listener: socket.socket) -> None:
-        app = web.Application(client_max_size=LARGEST_MESSAGE, middlewares=[_errors_as_json])
-        for path in WIRES:
-            app.router.add_post(f"{_PATH}/{path}", partial(self._ask, path))
-        # An agent whose connection breaks may repeat its request at once: the handler must know.
-        self._runner = await start_server(app, listener, auto_decompress=False)
 
     def _episode(self, request: web.Request) -> AgentEpisode:
         secret = request.match_info["secret"]
@@ -132,30 +117,27 @@ class AgentServer:
 
 
 _SHARED: dict[tuple[str, int, str | None], tuple[AgentServer, list[object]]] = {}
-_SHARED_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def shared_server(host: str, port: int, url: str | None) -> Iterator[AgentServer]:
-    """Serve in the block, with one server for all blocks of the process that want the same address.
+    """Have a server in the block, one for all blocks of the main thread that want the same address.
 
     Raises:
         UserError: it cannot listen there.
     """
     key, user = (host, port, url), object()
-    with _SHARED_LOCK:
-        if key not in _SHARED:
-            _SHARED[key] = AgentServer(host, port, url).__enter__(), []
-        server, users = _SHARED[key]
-        users.append(user)
+    if key not in _SHARED:
+        _SHARED[key] = AgentServer(host, port, url), []
+    server, users = _SHARED[key]
+    users.append(user)
     try:
         yield server
     finally:
-        with _SHARED_LOCK:
-            users.remove(user)
-            if not users:
-                del _SHARED[key]
-                server.__exit__()
+        users.remove(user)
+        if not users:
+            del _SHARED[key]
+            server.close()
 
 
 @web.middleware

@@ -24,7 +24,6 @@ class AgentSession:
         timeout_s: see `AgentRunner`.
         begin: returns a new episode of the endpoint.
         end: ends one.
-        post: calls a function on the thread of the endpoint.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class AgentSession:
         timeout_s: float,
         begin: Callable[[], AgentEpisode],
         end: Callable[[AgentEpisode], None],
-        post: Callable[[Callable[[], None]], None],
     ):
         self.result: AgentResult | None = None
         """None: the agent has failed."""
@@ -43,7 +41,7 @@ class AgentSession:
         self.error = ""
         """What the agent has raised after a limit. Then it has not failed, but has no reward."""
         self._row, self._seed, self._timeout_s = row, seed, timeout_s
-        self._begin, self._end, self._post = begin, end, post
+        self._begin, self._end = begin, end
         self.episode = begin()
 
     async def run(self, calls: Calls) -> None:
@@ -82,7 +80,7 @@ class AgentSession:
             is_alone=is_alone,
             is_session=True,
             ends_session=True,
-            on_sent=lambda: self._post(episode.start_clock),
+            on_sent=episode.start_clock,
         )
         asked = asyncio.ensure_future(calls.ask(call))
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
 import contextlib
 import gzip
 import json
@@ -11,13 +11,14 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.agents import Policy, run_beside, runs_of
+from tests.support.episodes import event_loop
 from trainer.agents.call_tree import CallTree
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.requests import Rules
@@ -36,7 +37,8 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[AgentServer]:
-    with AgentServer("127.0.0.1") as server:
+    with shared_server("127.0.0.1", 0, None) as server:
+        event_loop().run(server.start())
         yield server
 
 
@@ -60,13 +62,13 @@ class Served:
     def _submit(self, episode: AgentEpisode, turn: Any, request: Any) -> None:
         answer = (episode.complete, turn, self.policy.complete(request))
         if self.held is None:
-            self.server.post(*answer)
+            asyncio.get_running_loop().call_soon(*answer)
         else:
             self.held.put(answer)
 
     def release(self) -> None:
         assert self.held is not None
-        self.server.post(*self.held.get())
+        event_loop().call(*self.held.get())
 
     def post(self, path: str = "/chat/completions", **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, timeout=300, trust_env=False, **options)
@@ -152,13 +154,6 @@ def test_a_client_that_sends_all_of_a_huge_body_first_gets_the_answer(served, pa
     assert refusal.value.code == status and json.load(refusal.value)["error"]["message"]
 
 
-def call(server: AgentServer, function: Callable[[], Any]) -> Any:
-    """Return what a function says on the thread of the server."""
-    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    server.post(lambda: answer.set_result(function()))
-    return answer.result()
-
-
 def test_after_the_end_calls_are_refused(server, served):
     import openai
 
@@ -166,12 +161,11 @@ def test_after_the_end_calls_are_refused(server, served):
     served.held = queue.SimpleQueue()
     waiting = run_beside(lambda: served.client.chat.completions.create(model="policy", messages=SAID))
     answer = served.held.get()
-    server.discard(served.episode)
-    call(server, lambda: None)
+    event_loop().call(server.discard, served.episode)
     with pytest.raises(openai.APIStatusError, match="the episode has ended") as refusal:
         waiting()
     assert refusal.value.status_code == 400
-    server.post(*answer)
+    event_loop().call(*answer)
     with pytest.raises(openai.APIStatusError, match="the episode has ended"):
         served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.trained()) == 1
@@ -199,7 +193,7 @@ def test_a_request_whose_connection_broke_is_one_turn(served):
         while not served.policy.asked:
             time.sleep(0.001)
     again = run_beside(lambda: served.post(content=body))
-    while not call(served.server, lambda: any(each.readers for each in served.episode._calls)):
+    while not event_loop().call(lambda: any(each.readers for each in served.episode._calls)):
         time.sleep(0.001)
     served.release()
     assert again().json()["choices"][0]["message"]["content"] == "ser|>hé!"
@@ -211,7 +205,7 @@ def test_a_request_that_nobody_repeats_is_not_trained(served):
     with broken_request(served):
         while not served.policy.asked:
             time.sleep(0.001)
-    while call(served.server, lambda: any(each.readers for each in served.episode._calls)):
+    while event_loop().call(lambda: any(each.readers for each in served.episode._calls)):
         time.sleep(0.001)
     served.release()
     served.held = None
@@ -239,25 +233,24 @@ def test_no_log_line_holds_the_permission_to_use_an_episode(served, caplog):
 
 
 def test_several_users_of_an_address_share_a_server(tokenizer):
-    with shared_server("127.0.0.1", 0, None) as one:
-        with shared_server("127.0.0.1", 0, None) as two, shared_server("127.0.0.1", 0, "http://x") as other:
+    with shared_server("127.0.0.2", 0, None) as one:
+        with shared_server("127.0.0.2", 0, None) as two, shared_server("127.0.0.2", 0, "http://x") as other:
             assert one is two is not other
+            event_loop().run(two.start())
+            event_loop().run(one.start())
         Served(one, tokenizer).client.chat.completions.create(model="policy", messages=SAID)
-    with shared_server("127.0.0.1", 0, None) as later:
+    with shared_server("127.0.0.2", 0, None) as later:
         assert later is not one
 
 
-def test_an_address_that_cannot_be_used_is_refused():
-    with (
-        AgentServer("127.0.0.1") as server,
-        pytest.raises(UserError, match="agent_address=127.0.0.1:.*: cannot listen there"),
-    ):
-        port = int(server.address("x").split(":")[2].split("/")[0])
-        AgentServer("127.0.0.1", port).__enter__()
+def test_an_address_that_cannot_be_used_is_refused(server):
+    port = int(server.address("x").split(":")[2].split("/")[0])
+    with pytest.raises(UserError, match="agent_address=127.0.0.1:.*: cannot listen there"):
+        AgentServer("127.0.0.1", port)
     with pytest.raises(UserError, match="environment.agent_address=no.such.host:0"):
-        AgentServer("no.such.host").__enter__()
+        AgentServer("no.such.host")
 
 
 def test_agents_are_told_another_address():
-    with AgentServer("127.0.0.1", url="http://host.docker.internal:8123/") as server:
+    with shared_server("127.0.0.1", 0, "http://host.docker.internal:8123/") as server:
         assert server.address("s") == "http://host.docker.internal:8123/episodes/s/v1"

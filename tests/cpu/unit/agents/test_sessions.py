@@ -25,7 +25,7 @@ class Scene:
         self._answers = list(answers)
         self._limit, self._idle_s = limit, idle_s
         self.cancelled = 0
-        self.session = AgentSession({"x": 1}, 5, 60.0, self._begin, self.ended.append, lambda function: function())
+        self.session = AgentSession({"x": 1}, 5, 60.0, self._begin, self.ended.append)
         asyncio.run(self.session.run(self))  # type: ignore[arg-type]
 
     def _begin(self) -> Any:
