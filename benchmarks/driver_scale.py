@@ -1,6 +1,6 @@
 """What the driver itself takes of a step on a large cluster: `python -m benchmarks.driver_scale [--ranks 1024 ...]`.
 
-The driver is the real one: learner, worker groups, engine pool and dispatcher. Its ranks and engines are threads that
+The driver is the real one: learner, worker groups and engine pool. Its ranks and engines are threads that
 compute nothing and answer at once, with arrays of the real sizes, pickled as on the way between processes. So all time
 is the driver's own. The network and Ray's scheduler are not in it.
 

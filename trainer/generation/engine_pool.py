@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
+from trainer.config.rollout import TOKEN
+from trainer.config.tasks import POLICY_KEY
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, describe_error, set_failure_source
-from trainer.generation.dispatcher import Dispatcher
-from trainer.generation.engine import Completion, Request, RunningRequests
-from trainer.generation.engines import Engines, engine_builder
+from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
+from trainer.generation.engines import Engines
 from trainer.generation.event_loop import EventLoop, in_thread
 from trainer.generation.lifecycle import GpuAssignment, GpuMemory, State, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.server_protocol import Job, describe_model
@@ -29,7 +31,7 @@ from trainer.generation.transport import (
     first_failure,
     make_transport,
 )
-from trainer.process import time_limits
+from trainer.models.files import check_one_reading, check_torchvision
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -91,14 +93,11 @@ class EnginePool:
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
-        build = engine_builder(cfg, model_path, self._device, self._job)
+        build = _engine_builder(cfg, model_path, self._device, self._job)
         group = cluster.launch_engines(build, numbers, environment, assignment)
-        window_s, has_capacity = time_limits.RESTART_WINDOW_S, functools.partial(cluster.has_capacity, group)
-        limit, urls = cfg.trainer.max_restarts, cfg.rollout.urls if spec.served else ()
-        self._engines = Engines(group, self._memory, limit, window_s, has_capacity, urls)
-        most = cfg.rollout.max_num_seqs
-        capacity = most if self._device == "cuda" and len(group) > 1 else None
-        self._dispatcher = Dispatcher(self._engines, spec.unit, most, capacity, self._maintain)
+        has_capacity = functools.partial(cluster.has_capacity, group)
+        capacity = cfg.rollout.max_num_seqs if self._device == "cuda" and len(group) > 1 else None
+        self._engines = Engines(cfg, group, self.loop, self._memory, has_capacity, capacity, self._maintain)
         self._ends = Ends(cfg, cluster, ranks, model_path, self._device, keeps_weights)
         self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
 
@@ -118,14 +117,14 @@ class EnginePool:
 
         A failure in the block ends all requests.
         """
-        self.loop.run(self._dispatcher.pause())
+        self.loop.run(self._engines.pause())
         try:
             yield
         except BaseException as error:
-            self.loop.call(self._dispatcher.fail, error)
+            self.loop.call(self._engines.fail, error)
             raise
         finally:
-            self.loop.call(self._dispatcher.resume)
+            self.loop.call(self._engines.resume)
 
     def wait_ready(self) -> None:
         """Wait until the ranks may load models on the GPUs. Once, before they do.
@@ -146,7 +145,7 @@ class EnginePool:
         Raises:
             UserError: weights cannot reach the engines in the way that the config says.
         """
-        self.loop.call(self._dispatcher.start)
+        self.loop.call(self._engines.start)
         with self._at_rest(), SIGNALS.waiting():
             self._start(version, is_initial)
 
@@ -267,7 +266,7 @@ class EnginePool:
         if not is_needed or engines.lifecycle.serving:
             return
         if is_kept:
-            await in_thread(engines.wait_for_capacity, lambda: self._dispatcher.is_paused)
+            await in_thread(engines.wait_for_capacity, lambda: self._engines.is_paused)
         elif self.loop.is_waited_for:
             await self.loop.on_main(self._refit)
         else:
@@ -316,7 +315,7 @@ class EnginePool:
     async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions of requests in their order, made in batches where that is the engines' `unit`."""
         await self._get_ready()
-        return await self._dispatcher.complete(requests)
+        return await self._engines.complete(requests)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions in the order of the requests, on the main thread."""
@@ -338,7 +337,7 @@ class EnginePool:
     def _sync(self, version: int, running: RunningRequests) -> None:
         engines = self._engines
         if running == "abort":
-            self.loop.call(self._dispatcher.clear)
+            self.loop.call(self._engines.clear)
         engines.poll(0)
         engines.lifecycle.mark_stale(engines.lifecycle.loaded)
         self._wait_for_engine()
@@ -377,7 +376,7 @@ class EnginePool:
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""
         with self._at_rest():
-            self.loop.call(self._dispatcher.clear)
+            self.loop.call(self._engines.clear)
             if self._has_started:
                 try:
                     self._transport.drop_kept()
@@ -447,3 +446,31 @@ class EnginePool:
             return ADAPTER
         same_node = len({placement["host"] for placement in placements}) == 1
         return choose_transport(self._cfg.rollout, same_node, self._device)
+
+
+def _engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -> Callable[..., Any]:
+    """Return what makes an engine in its process, from its number.
+
+    Args:
+        device: `cuda` or `cpu`, of the engines.
+        job: who uses inference servers; None: the engines are none.
+    """
+    spec = cfg.engine
+    if spec.reads_index_first:
+        check_one_reading(model_path, POLICY_KEY)
+        check_torchvision(cfg.model, model_path)
+    return functools.partial(
+        build_engine,
+        spec,
+        os.environ.get(TOKEN) if spec.served else None,
+        cfg.trainer.deterministic and spec.deterministic_torch,
+        model_path,
+        dtype=cfg.rollout.dtype,
+        seed=cfg.trainer.seed,
+        rollout=cfg.rollout_of_engines,
+        device=device,
+        trust_remote_code=cfg.model.trust_remote_code,
+        **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
+        **({"job": job} if job is not None else {}),
+        **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),
+    )

@@ -1,19 +1,22 @@
-"""The processes of the engines: which ones may generate, and what happens when one is lost."""
+"""The engines of a run: their processes, which requests each has, and what happens when one is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 import logging
-import os
+import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
-from trainer.config.rollout import TOKEN
-from trainer.config.tasks import POLICY_KEY
 from trainer.errors import (
     RESTART_HINT,
     FailureSource,
@@ -23,11 +26,10 @@ from trainer.errors import (
     failure_source_of,
     set_failure_source,
 )
-from trainer.generation.engine import build_engine
+from trainer.generation.engine import Completion, Request, by_length, join_interval_s
+from trainer.generation.event_loop import Changes, EventLoop, in_thread
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
-from trainer.generation.server_protocol import Job
 from trainer.generation.transport import wait_for_all
-from trainer.models.files import check_one_reading, check_torchvision
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS, Decision, Restarts, decide, describe
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
@@ -39,6 +41,34 @@ _SERVER_LOSSES = 20
 _SERVER_CAUSES = ("server", "server_absent")
 _NO_WEIGHTS = -1
 """Version of an engine whose weights are not those of the policy. Its completions would be refused."""
+
+
+class RequestsDropped(RuntimeError):
+    """A weight sync has dropped the requests that were under way."""
+
+
+@dataclass
+class _Pending:
+    """A request that is not complete."""
+
+    request: Request
+    completion: asyncio.Future[Completion]
+    oldest: int = -1
+    """Version of the weights that its engine had when it got the request."""
+
+
+@dataclass
+class _Load:
+    """What one engine has to do."""
+
+    held: list[int]
+    """The requests that it is to generate, in the order in which it gets them."""
+    new: list[int]
+    """Those of them that it has not got."""
+    began_at: float | None = None
+    """When its running call began; None: none runs."""
+    is_interrupted: bool = False
+    """The running call is to return for requests that wait, or will be."""
 
 
 class _Receiving(CallFutures):
@@ -60,34 +90,44 @@ class _Receiving(CallFutures):
 
 
 class Engines:
-    """The engines of a run. One that dies, hangs or fails is ended, and a new process starts in its place.
+    """The engines of a run, and the requests of all coroutines: one task for each engine, on the event loop.
+
+    An engine of `unit = "request"` gets more requests while it generates. One of `unit = "batch"` gets one batch at a
+    time, and what is in a batch depends on the requests that are made together alone. An engine that dies, hangs or
+    fails is ended, its requests go to the others, and a new process starts in its place. After a failure that ends the
+    run, all that wait for completions get it.
+
+    These states must not exist: a request that two engines have; an engine that generates and does not serve (see
+    `Lifecycle`), or that is ended, slept or given weights while it generates. So all but requests is for the main
+    thread between `pause` and `resume`, and for `maintain`, during which nobody pauses.
 
     Args:
         group: one member for each engine.
         memory: new processes start when it allows that.
-        limit: largest number of new engines within the window (`trainer.max_restarts`).
-        window_s: length of the window.
         has_capacity: returns whether the cluster has capacity for at least one of them.
-        urls: of the inference servers of the engines, for which they wait while they start. Empty: there are none.
+        capacity: most requests of the unit `request` that an engine has, unless one prompt has more; None: no limit.
+        maintain: called again and again while the engines are not paused; `True`: completions are waited for.
     """
 
     def __init__(
         self,
+        cfg: Config,
         group: WorkerGroup,
+        loop: EventLoop,
         memory: GpuMemory,
-        limit: int,
-        window_s: float,
         has_capacity: Callable[[], bool],
-        urls: Sequence[str] = (),
+        capacity: int | None,
+        maintain: Callable[[bool], Coroutine[Any, Any, None]],
     ):
         self.group = group
-        self._urls = urls
-        self._memory = memory
+        self.lifecycle = Lifecycle(len(group))
         self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
+        self._loop = loop
+        self._memory = memory
         self._has_capacity = has_capacity
-        self.lifecycle = Lifecycle(len(group))
-        self._restarts = Restarts(limit, window_s)
+        self._is_served = cfg.engine.served  # by inference servers, for which engines wait while they start
+        self._restarts = Restarts(cfg.trainer.max_restarts, time_limits.RESTART_WINDOW_S)
         self._loading = CallFutures(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
         self._server_losses: Counter[int] = Counter()  # by step
@@ -96,24 +136,248 @@ class Engines:
         self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
         self._lost_nodes: set[tuple[int, str | None]] = set()  # the steps and the nodes
         self._paused_s = 0.0
+        self._is_batch = cfg.engine.unit == "batch"
+        self._most = cfg.rollout.max_num_seqs  # requests that an engine generates together
+        self._capacity = math.inf if capacity is None else capacity
+        self._maintain = maintain
+        self._numbers = itertools.count()
+        self._pending: dict[int, _Pending] = {}
+        self._new: list[int] = []
+        """Requests that were made since the last turn of the loop, and are shared out in the next one."""
+        self._waiting: deque[list[int]] = deque()
+        """Requests that no engine has, those together that one engine is to get."""
+        self._loads = [_Load([], []) for _ in group.workers]
+        self._changes = Changes()
+        self.is_paused = False
+        """The engines rest, or are about to."""
+        self._is_maintaining = False
+        self._failure: BaseException | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         for engine in range(len(group)):
             self._loading.begin(engine, "set_version", _NO_WEIGHTS)
+
+    # ---------------------------------------------------------------------------------------------------
+    # Requests, on the event loop
+
+    def start(self) -> None:
+        """Begin, or begin again after a failure."""
+        self.clear()
+        self._failure = None
+        works = [*(functools.partial(self._serve, engine) for engine in range(len(self._loads))), self._keep_maintained]
+        for number, work in enumerate(works):
+            if number not in self._tasks or self._tasks[number].done():
+                self._tasks[number] = asyncio.ensure_future(self._guarded(work()))
+
+    async def _guarded(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._failure = self._failure or error
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Let all that wait for completions now get `error`."""
+        pending, self._pending = self._pending, {}
+        for one in pending.values():
+            if not one.completion.done():
+                one.completion.set_exception(error)
+        self._changes.notify()
+
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the completions of requests, in their order. Engines of `unit = "batch"` get them in batches.
+
+        Raises:
+            RequestsDropped: a weight sync has dropped them.
+            BaseException: whatever has failed for good.
+        """
+        if self._failure is not None:
+            raise self._failure
+        loop = asyncio.get_running_loop()
+        made = {number: _Pending(one, loop.create_future()) for one, number in zip(requests, self._numbers)}  # noqa: B905
+        self._pending |= made
+        if self._is_batch:
+            numbers = list(made)
+            batches = by_length(requests, len(self._loads), self._most)
+            self._waiting.extend([numbers[index] for index in batch] for batch in batches)
+        else:
+            self._new += made
+        if len(self._new) <= len(made):
+            loop.call_soon(self._share_out)  # with all that others ask for in this turn of the loop
+        try:
+            return await asyncio.gather(*(one.completion for one in made.values()))
+        finally:
+            for number in made:
+                self._pending.pop(number, None)
+
+    def _share_out(self) -> None:
+        """Give each engine the requests that it gets next: those of a prompt go to the one with the fewest requests."""
+        new, self._new = [number for number in self._new if number in self._pending], []
+        self._waiting.extend(
+            _by_prompt({number: self._pending[number].request for number in new}, self._most_of_prompt)
+        )
+        serving = self.lifecycle.serving
+        while self._waiting:
+            piece = [number for number in self._waiting[0] if number in self._pending]
+            able = [engine for engine in serving if self._fits(engine, piece)]
+            if piece and not able:
+                break
+            self._waiting.popleft()
+            if piece:
+                load = self._loads[min(able, key=lambda engine: len(self._loads[engine].held))]
+                load.held += piece
+                load.new += piece
+        for engine, load in enumerate(self._loads):
+            if load.new and load.began_at is not None and not self._is_batch and not load.is_interrupted:
+                load.is_interrupted = True
+                due = load.began_at + join_interval_s(len(load.held) - len(load.new)) - time.monotonic()
+                asyncio.get_running_loop().call_later(max(0.0, due), self._interrupt_for_new, engine, load.began_at)
+        self._changes.notify()
+
+    @property
+    def _most_of_prompt(self) -> int:
+        return len(self._pending) if self._capacity == math.inf else int(self._capacity)
+
+    def _fits(self, engine: int, piece: Sequence[int]) -> bool:
+        held = len(self._loads[engine].held)
+        return held == 0 or not self._is_batch and held + len(piece) <= self._capacity
+
+    async def _serve(self, engine: int) -> None:
+        """Let an engine generate whenever it has something to do."""
+        load, lifecycle = self._loads[engine], self.lifecycle
+        while True:
+            await self._changes.until(lambda: not self.is_paused and load.held and lifecycle[engine] is State.SERVING)
+            assigned = load.held if self._is_batch else load.new
+            cancelled = {*assigned} - self._pending.keys()
+            load.held = [number for number in load.held if number not in cancelled]
+            new, load.new = [number for number in load.new if number not in cancelled], []
+            for number in new:
+                self._pending[number].oldest = lifecycle.version(engine)
+            if not load.held:
+                continue
+            load.began_at, load.is_interrupted = time.monotonic(), False
+            try:
+                requests = {number: self._pending[number].request for number in new}
+                completions = await in_thread(self._generate, engine, requests)
+                if any(np.isnan(completion.logprobs).any() for completion in completions.values()):
+                    raise self._nonsense(engine)
+            except Exception as error:
+                self.mark_failed([engine], error)
+            else:
+                for number, completion in completions.items():
+                    if number in load.held:
+                        load.held.remove(number)
+                    self._hand_out(number, completion, lifecycle.version(engine))
+            finally:
+                load.began_at = None
+            self._share_out()
+
+    def _generate(self, engine: int, requests: Mapping[int, Request]) -> dict[int, Completion]:
+        """Let an engine generate, and wait for it; return what is complete."""
+        calls = CallFutures(self.group)
+        if self._is_batch:
+            calls.begin(engine, "generate", list(requests.values()))
+            return dict(zip(requests, calls.result()[0], strict=True))
+        calls.begin(engine, "step", requests)
+        return calls.result()[0]
+
+    def _hand_out(self, number: int, completion: Completion, newest: int) -> None:
+        """Give a request its completion. `newest`: version of the weights that the engine has now."""
+        pending = self._pending.get(number)
+        if pending is None or pending.completion.done():
+            return
+        oldest, versions = pending.oldest, completion.weight_versions
+        assert oldest <= versions[0] <= versions[1] <= newest, (
+            f"a completion of weights {versions}, expected from {oldest} to {newest}"
+        )
+        pending.completion.set_result(completion)
+
+    def _requeue(self, engine: int) -> None:
+        """Take back the requests that an engine had when it was ended, to give them to others."""
+        load = self._loads[engine]
+        left = {number: self._pending[number].request for number in load.held if number in self._pending}
+        self._waiting.extendleft([list(left)] if self._is_batch else _by_prompt(left, self._most_of_prompt))
+        load.held, load.new = [], []
+        self._share_out()
+
+    def _nonsense(self, engine: int) -> WorkerError:
+        """Return the failure of an engine that has returned NaN: its tokens do not come from the policy."""
+        name = f"{self.group.name} {engine}"
+        error = WorkerError(
+            f"{name} has returned a token whose log-prob is NaN (its GPU is faulty, or rollout.dtype or "
+            "rollout.engine_args do not suit the model)",
+            RESTART_HINT,
+        )
+        set_failure_source(error, FailureSource(name))
+        return error
+
+    def _interrupt_for_new(self, engine: int, began_at: float) -> None:
+        """Let an engine return from a call, to get requests that join those which it generates."""
+        load = self._loads[engine]
+        if load.began_at == began_at and load.new:
+            self._interrupt([engine])
+
+    def _interrupt(self, engines: Iterable[int]) -> None:
+        alive = [engine for engine in engines if self.lifecycle[engine] is not State.DEAD]
+        if alive and not self._is_batch:
+            self.group.start_background("interrupt", workers=alive)
+
+    async def pause(self) -> None:
+        """Let the engines rest, so that another thread may use them: for new weights, for example.
+
+        Engines that can do so return from what they generate; the others complete it.
+        """
+        self.is_paused = True
+        self._interrupt(self._busy)
+        await self._changes.until(lambda: not self._busy and not self._is_maintaining)
+
+    def resume(self) -> None:
+        """Let the engines generate on."""
+        self.is_paused = False
+        self._share_out()
+
+    @property
+    def _busy(self) -> list[int]:
+        return [engine for engine, load in enumerate(self._loads) if load.began_at is not None]
+
+    def clear(self) -> None:
+        """Forget all requests, which the engines drop. Nobody should wait for them."""
+        self.fail(RequestsDropped("a weight sync has dropped the requests that were under way"))
+        self._new.clear()
+        self._waiting.clear()
+        for load in self._loads:
+            load.held, load.new = [], []
+
+    async def _keep_maintained(self) -> None:
+        while True:
+            await asyncio.sleep(time_limits.POLL_INTERVAL_S)
+            if self.is_paused or self._failure is not None:
+                continue
+            self._is_maintaining = True
+            try:
+                await self._maintain(bool(self._pending))
+            finally:
+                self._is_maintaining = False
+            self._share_out()
+
+    # ---------------------------------------------------------------------------------------------------
+    # Processes
 
     def load(self) -> None:
         """Wait until all are loaded; those that die meanwhile are replaced."""
         assert self._memory.may_start
         while self.lifecycle.within(State.STARTING, State.DEAD):
-            self._check_stop()
-            self.poll()
+            self._poll_or_stop()
 
-    def _check_stop(self) -> None:
-        """Check signals while no engine can go on.
+    def _poll_or_stop(self) -> None:
+        """Call `poll` while no engine can go on.
 
         Raises:
-            Stopped: one has arrived, also within a step that is to be finished first: no server may ever come.
+            Stopped: a signal has arrived, also within a step that is to be finished first: no server may ever come.
         """
-        SIGNALS.check()
-        if self._urls and SIGNALS.first:
+        self.poll()
+        if self._is_served and SIGNALS.first:
             raise Stopped(
                 f"stopped by {SIGNALS.first} while no inference server answered (rollout.urls): the steps since "
                 f"the last checkpoint are not saved; {CONTINUES}"
@@ -162,8 +426,7 @@ class Engines:
         assert self._memory.may_start
         began = time.monotonic()
         while not self.lifecycle.loaded and not gives_up():
-            self._check_stop()
-            self.poll()
+            self._poll_or_stop()
             if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
                 error = WorkerError("no engine is left, and the cluster has no capacity for one", RESTART_HINT, "node")
                 set_failure_source(error, FailureSource("engine"))
@@ -225,6 +488,8 @@ class Engines:
             Exception: there are to be no more new engines, or a new one does not help.
         """
         lost = self.end(engines)
+        if not lost:
+            return
         step = INCIDENTS.step
         decision = Decision()
         loss = _lost_node(error)
@@ -266,6 +531,7 @@ class Engines:
             self._loading.drop_calls(engine)
             self.group.end(engine)
             self._due[engine] = time.monotonic()
+            self._loop.post(self._requeue, engine)
         return ended
 
     def mark_ready(self, engines: Iterable[int], version: int) -> None:
@@ -295,34 +561,6 @@ class Engines:
             INCIDENTS.record(describe(error, step, action, self._paused_s - paused_s))
 
 
-def engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -> Callable[..., Any]:
-    """Return what makes an engine in its process, from its number.
-
-    Args:
-        device: `cuda` or `cpu`, of the engines.
-        job: who uses inference servers; None: the engines are none.
-    """
-    spec = cfg.engine
-    if spec.reads_index_first:
-        check_one_reading(model_path, POLICY_KEY)
-        check_torchvision(cfg.model, model_path)
-    return functools.partial(
-        build_engine,
-        spec,
-        os.environ.get(TOKEN) if spec.served else None,
-        cfg.trainer.deterministic and spec.deterministic_torch,
-        model_path,
-        dtype=cfg.rollout.dtype,
-        seed=cfg.trainer.seed,
-        rollout=cfg.rollout_of_engines,
-        device=device,
-        trust_remote_code=cfg.model.trust_remote_code,
-        **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
-        **({"job": job} if job is not None else {}),
-        **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),
-    )
-
-
 def _lost_node(error: Exception) -> str | None:
     """Return the address of the node with which an engine was lost."""
     origin = failure_source_of(error)
@@ -338,3 +576,15 @@ def _ending(error: Exception, decision: Decision) -> Exception:
     ending = WorkerError(error.message, RESTART_HINT, "restart_limit")
     set_failure_source(ending, failure_source_of(error) or FailureSource("engine"))
     return ending
+
+
+def _by_prompt(requests: Mapping[int, Request], most: int) -> list[list[int]]:
+    """Return the numbers of requests, those of one prompt together: an engine computes the prompt once.
+
+    Args:
+        most: longest list; a prompt with more completions is cut.
+    """
+    prompts: dict[bytes, list[int]] = {}
+    for number, request in requests.items():
+        prompts.setdefault(request.prompt_token_ids.tobytes(), []).append(number)
+    return [numbers[start : start + most] for numbers in prompts.values() for start in range(0, len(numbers), most)]

@@ -69,6 +69,10 @@ class EventLoop:
 
         return self.run(call())
 
+    def post(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on the loop, later. Any thread may call this."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
     def run(self, coroutine: Coroutine[Any, Any, T], timer: PhaseTimer | None = None) -> T:
         """Run a coroutine; wait for its result. It is cancelled if a signal ends the wait.
 

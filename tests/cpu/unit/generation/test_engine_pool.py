@@ -15,9 +15,9 @@ from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.plain_pool import answers, begin, fault, streaming, wait_for
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.errors import NonRetryableError, UserError, WorkerError
-from trainer.generation.dispatcher import RequestsDropped
 from trainer.generation.engine import Request
 from trainer.generation.engine_pool import EnginePool
+from trainer.generation.engines import RequestsDropped
 from trainer.generation.lifecycle import State
 from trainer.process import time_limits
 from trainer.process.failures import can_recover, read_incidents
@@ -195,7 +195,7 @@ def test_engines_take_weights_before_a_long_request_is_complete(start, monkeypat
     pool.start(version=1, is_initial=True)
     lengths = [dataclasses.replace(SAMPLED, max_tokens=most) for most in (200, 100_000)]
     short, endless = (begin(pool, [Request([number], one.max_tokens - 1, one)]) for number, one in enumerate(lengths))
-    wait_for(lambda: short.done() or len(pool._dispatcher._busy) == 2)
+    wait_for(lambda: short.done() or len(pool._engines._busy) == 2)
     for version in range(2, 5):
         pool.sync_weights(version, "keep")
     (completion,) = short.result()

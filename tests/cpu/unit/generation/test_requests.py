@@ -17,8 +17,8 @@ from tests.support.generation import GREEDY, SAMPLED, contents, make_requests, t
 from tests.support.plain_pool import answers, begin, fault, streaming, wait_for
 from trainer.config.engines import ENGINES
 from trainer.errors import WorkerError
-from trainer.generation.dispatcher import RequestsDropped
 from trainer.generation.engine import Request
+from trainer.generation.engines import RequestsDropped
 from trainer.process import time_limits
 from trainer.process.failures import read_incidents
 from trainer.process.signals import SIGNALS, Stopped
