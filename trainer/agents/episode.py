@@ -36,8 +36,11 @@ _RETRY_COUNT = "X-Stainless-Retry-Count"
 
 
 def ended() -> ApiError:
-    """Return the answer to calls after the end of an episode. Its status is one that no client repeats."""
-    return ApiError("the episode has ended", code="episode_ended")
+    """Return the answer to calls after the end of an episode, or at an address that was never one.
+
+    Its status is one that no client repeats.
+    """
+    return ApiError("the episode has ended, or there was none at this address", code="episode_ended")
 
 
 class Call:

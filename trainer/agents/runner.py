@@ -15,12 +15,8 @@ from trainer.agents.requests import Rules
 from trainer.agents.server import AgentServer, shared_server
 from trainer.agents.sessions import AgentSession
 from trainer.config import Config
-from trainer.data.chats import check_generation_prompt
-from trainer.data.tokens import max_characters
 from trainer.environments.base import AgentResult
-from trainer.environments.episode_runner import Asks, EpisodeRunner, RolloutRequest, empty_sample
-from trainer.environments.sessions import EnvironmentPool
-from trainer.environments.template_tools import find_reader
+from trainer.environments.episode_runner import Asks, EnvironmentRunner, RolloutRequest, empty_sample
 from trainer.episodes import Episode
 from trainer.generation.engine import Request, Sampling
 from trainer.sandbox.pool import Calls
@@ -32,7 +28,7 @@ MODEL = "policy"
 """Name of the policy in requests."""
 
 
-class AgentRunner(EpisodeRunner):
+class AgentRunner(EnvironmentRunner):
     """Runs the episodes of agents, each with an address of its own at the server of the job.
 
     An agent may take `environment.timeout_s` until its first call, and from each answer to the next call or to its end.
@@ -42,24 +38,16 @@ class AgentRunner(EpisodeRunner):
     server: AgentServer
 
     def __init__(self, cfg: Config, tokenizer: Any):
-        self.config = e = cfg.environment
-        self.seed = cfg.trainer.seed
-        self.pool = EnvironmentPool(e)
-        self._slots = asyncio.Semaphore(e.agent_concurrency) if e.agent_concurrency else None
-        self._answer_key = cfg.data.answer_key
-        self._most_tokens = e.most_tokens
-        self._longest = cfg.longest_prompt
+        super().__init__(cfg, tokenizer)
+        most = cfg.environment.agent_concurrency
+        self._slots = asyncio.Semaphore(most) if most else None
         self._rollout = cfg.rollout
-        self._tokenizer = tokenizer
-        check_generation_prompt(tokenizer)
-        self._characters = max_characters(tokenizer, self._longest)
-        self._reader = find_reader(cfg.model, tokenizer)
 
     def __enter__(self) -> Self:
-        e = self.config
+        e = self._config
         with contextlib.ExitStack() as stack:
             self.server = stack.enter_context(shared_server(*e.agent_listens, e.agent_url))
-            stack.enter_context(self.pool)
+            stack.enter_context(self._pool)
             self._entered = stack.pop_all()
         return self
 
@@ -71,7 +59,7 @@ class AgentRunner(EpisodeRunner):
         """Run agents that begin together in the block, and log what some of them have raised after a limit."""
         errors: list[str] = []
         await self.server.start()
-        async with self.pool.calls() as calls:
+        async with self._pool.calls() as calls:
             yield calls, errors
         if errors:
             LOG.warning(
@@ -80,7 +68,7 @@ class AgentRunner(EpisodeRunner):
                 errors[0],
             )
 
-    async def run(self, request: RolloutRequest, asks: Asks, together: tuple[Calls, list[str]]) -> Episode:
+    async def run(self, request: RolloutRequest, asks: Asks, together: Any) -> Episode:
         """Run an agent. Its episode ends with it; if this is cancelled, the agent is ended."""
         async with self._slots or contextlib.nullcontext():
             return await self._run(request, asks, *together)
@@ -100,8 +88,8 @@ class AgentRunner(EpisodeRunner):
             replies.add(task := asyncio.ensure_future(reply(episode, turn, asked)))
             task.add_done_callback(replies.discard)
 
-        seed, begin = environment_seed(self.seed, request.group), partial(self.begin, request, submit)
-        session = AgentSession(request.prompt.row, seed, self.config.timeout_s, begin, self.server.discard)
+        seed, begin = environment_seed(self._seed, request.group), partial(self.begin, request, submit)
+        session = AgentSession(request.prompt.row, seed, self._config.timeout_s, begin, self.server.discard)
         ended = asyncio.ensure_future(session.run(calls))
         try:
             await ended
@@ -120,13 +108,13 @@ class AgentRunner(EpisodeRunner):
 
     def begin(self, request: RolloutRequest, submit: Callable[[AgentEpisode, Turn, Request], None]) -> AgentEpisode:
         """Return a new episode, which the server serves."""
-        r, e = self._rollout, self.config
+        r, e = self._rollout, self._config
         stops = request.sampling.stop_token_ids
         usual = Sampling(r.temperature, r.top_p, r.top_k, r.max_response_tokens, stops)
         overrides = e.agent_sampling == "override"
         rules = Rules(MODEL, request.sampling, usual, overrides, e.max_turns, self._most_tokens)
-        tree = CallTree(self._tokenizer, self._longest, self._characters, self._reader)
-        seed_of = partial(turn_seed, self.seed, request.step, request.group, request.number)
+        tree = CallTree(self._tokenizer, self._longest, self._limit, self._reader)
+        seed_of = partial(turn_seed, self._seed, request.step, request.group, request.number)
         episode = AgentEpisode(tree, rules, seed_of, submit, self.server.address)
         self.server.add(episode)
         return episode
@@ -138,7 +126,6 @@ class AgentRunner(EpisodeRunner):
         samples = tree.samples()
         messages, turns = tree.transcript()
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
-        answer = request.prompt.row.get(self._answer_key)
         is_spared = session.failure and not turns
         session.episode.forget()
         return Episode(
@@ -152,5 +139,5 @@ class AgentRunner(EpisodeRunner):
             metrics={} if session.failure else {**result.metrics, **counts},
             messages=messages,
             turns=turns,
-            answer="" if answer is None else str(answer),
+            answer=self._answer(request),
         )

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
@@ -20,8 +19,6 @@ from trainer.sandbox.limits import LARGEST_MESSAGE
 LOG = logging.getLogger(__name__)
 
 _PATH = "/episodes/{secret}/v1"
-_REMEMBERED = 10_000
-"""Episodes that have ended whose addresses get an answer of their own."""
 _NO_RETRY = {"X-Should-Retry": "false"}  # OpenAI's and Anthropic's clients obey it
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,7 +41,6 @@ class AgentServer:
         self._listener = listen(host, port, f"environment.agent_address={shown}:{port}")
         self._url = (url or f"http://{shown}:{self._listener.getsockname()[1]}").rstrip("/")
         self._episodes: dict[str, AgentEpisode] = {}
-        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[web.AppRunner]
 
@@ -81,20 +77,12 @@ class AgentServer:
     def discard(self, episode: AgentEpisode) -> None:
         """Refuse all further calls of an episode."""
         episode.end()
-        if self._episodes.pop(episode.secret, None) is not None:
-            self._ended.append(episode.secret)
-
-    def _episode(self, request: web.Request) -> AgentEpisode:
-        secret = request.match_info["secret"]
-        if secret in self._ended:
-            raise ended()
-        episode = self._episodes.get(secret)
-        if episode is None:
-            raise ApiError("there is no episode at this address", code="no_episode")
-        return episode
+        self._episodes.pop(episode.secret, None)
 
     async def _ask(self, path: str, request: web.Request) -> web.StreamResponse:
-        episode = self._episode(request)
+        episode = self._episodes.get(request.match_info["secret"])
+        if episode is None:
+            raise ended()
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
             problem = f"bodies must not be compressed (Content-Encoding: {encoding[:40]})"

@@ -22,7 +22,6 @@ from trainer.environments.template_tools import find_reader
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
-from trainer.sandbox.pool import Calls
 from trainer.seeding import environment_seed, request_seed
 
 
@@ -142,11 +141,11 @@ class EnvironmentRunner(EpisodeRunner):
         self._pool.__exit__(*exception)
 
     @contextlib.asynccontextmanager
-    async def together(self) -> AsyncIterator[Calls]:
+    async def together(self) -> AsyncIterator[Any]:
         async with self._pool.calls() as calls:
             yield calls
 
-    async def run(self, request: RolloutRequest, asks: Asks, together: Calls) -> Episode:
+    async def run(self, request: RolloutRequest, asks: Asks, together: Any) -> Episode:
         episode = RunningEpisode(request, self._seed)
         try:
             await episode.answer(together)
@@ -209,10 +208,9 @@ class EnvironmentRunner(EpisodeRunner):
 
     def _ended(self, episode: RunningEpisode) -> Episode:
         request, conversation = episode.request, episode.conversation
-        answer = request.prompt.row.get(self._answer_key)
         fields: dict[str, Any] = {
             "status": episode.status,
-            "answer": "" if answer is None else str(answer),
+            "answer": self._answer(request),
             "failure": episode.failure,
             "reward": None if episode.is_spared else 0.0,
         }
@@ -223,6 +221,11 @@ class EnvironmentRunner(EpisodeRunner):
             return Episode(request.uid, request.group, [empty_sample(self._tokenizer)], turns=0, **fields)
         fields |= {"turns": len(episode.replies), "messages": conversation.messages}
         return Episode(request.uid, request.group, conversation.samples(), **fields)
+
+    def _answer(self, request: RolloutRequest) -> str:
+        """Return the answer in the row of an episode, as text."""
+        answer = request.prompt.row.get(self._answer_key)
+        return "" if answer is None else str(answer)
 
 
 def empty_sample(tokenizer: Any) -> Sample:

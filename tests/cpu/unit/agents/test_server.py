@@ -170,7 +170,7 @@ def test_after_the_end_calls_are_refused(server, served):
         served.client.chat.completions.create(model="policy", messages=SAID)
     assert len(served.trained()) == 1
     stranger = openai.OpenAI(base_url=server.address("f" * 32), api_key="any")
-    with pytest.raises(openai.BadRequestError, match="there is no episode at this address"):
+    with pytest.raises(openai.APIStatusError, match="there was none at this address"):
         stranger.chat.completions.create(model="policy", messages=SAID)
 
 
