@@ -28,7 +28,7 @@ from trainer.files.documents import flatten
 from trainer.files.hf_hub import pin
 from trainer.files.redaction import redact
 from trainer.generation.engine_pool import EnginePool
-from trainer.generation.transport import ADAPTER, FixedWeights
+from trainer.generation.transport import FixedWeights
 from trainer.jobs import cluster_of
 from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
@@ -49,9 +49,16 @@ from trainer.run.compatibility import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
-from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import VAL_SETS, check_source, find_refusals, make_routes, make_scorers
+from trainer.sources.routes import (
+    VAL_SETS,
+    check_source,
+    find_refusals,
+    make_routes,
+    make_scorers,
+    read_prompts,
+    read_source,
+)
 from trainer.tasks.base import tokenizer_of
 
 LOG = logging.getLogger(__name__)
@@ -145,8 +152,7 @@ def _run(cfg: Config, subject: Subject, device: str, lock: RunLock, results: Res
         journal = Journal(directory, settings, lock.check, is_on=cfg.rollout.journal)
         ends.callback(journal.close)
         cluster = ends.enter_context(cluster_of(cfg, device))
-        way = "shared_memory" if weights.adapter is None else ADAPTER
-        pool = EnginePool(cfg, cluster, weights, path, keeps_weights=True, way=way)
+        pool = EnginePool(cfg, cluster, weights, path, keeps_weights=True)
         ends.callback(pool.leave)
         scorers = make_scorers(
             cfg, sources.values(), lambda own: None if own.environment.name else RewardPool(own.reward, cache)
@@ -195,14 +201,14 @@ def _weights(cfg: Config, subject: Subject, device: str) -> tuple[str, FixedWeig
         assert given is not None
         path = resolve_model_path(given)
         refuse_classifier_in(path, "model.path")
-        return path, FixedWeights(path, directory)
+        return path, FixedWeights(path, directory, cfg.rollout.dtype)
     files = NamedFiles(checkpoint)
     config = files.json("policy/huggingface/config.json", {})
     refuse_classifier(config.get("architectures"), checkpoint.path)
     if cfg.syncs_adapter:
         config, adapter, base = adapter_files(files)
         path = resolve_model_path(given or base)
-        return path, FixedWeights(path, directory, (config, adapter))
+        return path, FixedWeights(path, directory, cfg.rollout.dtype, (config, adapter))
     name = _MODEL + digest(checkpoint.manifest["self"])[:16]  # an earlier start may have exported another
     path = os.path.abspath(os.path.join(directory, name))
     if not os.path.exists(path):
@@ -210,7 +216,7 @@ def _weights(cfg: Config, subject: Subject, device: str) -> tuple[str, FixedWeig
         dtype = cfg.rollout.dtype if cfg.rollout.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
         with stage(f"exporting the weights of {checkpoint.path}"):
             export(files, path, dtype, base=given if cfg.trainer.policy.lora.rank else None)
-    return path, FixedWeights(path, directory)
+    return path, FixedWeights(path, directory, cfg.rollout.dtype)
 
 
 def _read_sets(cfg: Config, sources: dict[str, str], tokenizer: object) -> dict[str, PromptSet]:

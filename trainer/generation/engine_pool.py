@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
@@ -25,6 +25,7 @@ from trainer.generation.server_protocol import Job, describe_model
 from trainer.generation.transport import (
     ADAPTER,
     Ends,
+    FixedWeights,
     PolicyRanks,
     Transport,
     choose_transport,
@@ -48,29 +49,27 @@ class EnginePool:
     `trainer.generation.lifecycle`.
 
     Args:
-        ranks: those that train the policy.
+        ranks: those that train the policy, or fixed weights in their place.
         model_path: the initial weights of the engines, a local directory or Hub id.
         keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
             the weights allows that: engines that come back get these.
-        way: in which weights reach the engines. None: as `rollout.weight_sync` says.
     """
 
     def __init__(
         self,
         cfg: Config,
         cluster: Cluster,
-        ranks: PolicyRanks,
+        ranks: PolicyRanks | FixedWeights,
         model_path: str,
         keeps_weights: bool = False,
-        way: str | None = None,
     ):
         self._cfg = cfg
         self._cluster = cluster
-        self._ranks = ranks
+        self._fixed = ranks if isinstance(ranks, FixedWeights) else None
+        self._ranks = ranks = cast(PolicyRanks, ranks)
         self._model_path = model_path
         self._version = 0
         self._keeps_weights = keeps_weights
-        self._given_way = way
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
@@ -157,11 +156,10 @@ class EnginePool:
             self._wait_for_engine()
         else:
             self._engines.load()
-            self._way = self._given_way or self._choose_way(
-                [*self._ranks.policy.placements(), *self._engines.placements()]
-            )
+            if self._fixed is None:
+                self._way = self._choose_way([*self._ranks.policy.placements(), *self._engines.placements()])
         self._has_started = True
-        self._transport: Transport = make_transport(self._way, self._ends)
+        self._transport: Transport = self._fixed or make_transport(self._way, self._ends)
         self._transport.check()
         self._meet(self._engines.lifecycle.loaded)
         if is_initial and not self._spec.served and self._transport.is_checked:
