@@ -20,9 +20,8 @@ from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
-from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import make_routes, make_scorers
+from trainer.sources.routes import make_routes, make_scorers, read_prompts, read_source
 from trainer.sources.sampling import SamplingSource
 
 

@@ -32,8 +32,8 @@ from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch, UsedRow, ahead_part
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
-from trainer.sources.prompts import prompt_ledger
 from trainer.sources.rollouts import Rollouts
+from trainer.sources.routes import prompt_ledger
 
 LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from trainer.rewards.scoring import RewardPool
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
-from trainer.sources.prompts import read_prompts, read_source
 from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import (
     VAL_SETS,
@@ -30,6 +29,8 @@ from trainer.sources.routes import (
     find_refusals,
     make_routes,
     make_scorers,
+    read_prompts,
+    read_source,
     train_sources,
 )
 from trainer.sources.sampling import SamplingSource

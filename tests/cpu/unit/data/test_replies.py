@@ -23,7 +23,7 @@ from trainer.environments.conversation import Conversation
 from trainer.environments.episode_runner import RolloutRequest, SingleTurnRunner
 from trainer.generation.engine import Completion
 from trainer.models.tokenizer import load_tokenizer
-from trainer.sources.prompts import read_prompts
+from trainer.sources.routes import read_prompts
 
 REPLY = "[THINK]x[/THINK]<answer>1</answer>"
 MARKS = ["[THINK]", "[/THINK]", "<answer>", "</answer>", "<|turn_end|>", "<|channel|>"]

@@ -21,7 +21,7 @@ from trainer.config import Config
 from trainer.data.datasets import Prompt, load_rows
 from trainer.data.row_files import digest_rows
 from trainer.errors import UserError
-from trainer.sources.prompts import prompt_ledger
+from trainer.sources.routes import prompt_ledger
 
 ROW = {"prompt": "1+1", "answer": "2", "bonus": 1, "tests": [{"in": "1", "out": "2"}], "weight": 0.5}
 

@@ -15,7 +15,7 @@ from tests.support.runs import rollouts_of
 from trainer.data.ledger import SampleIndex
 from trainer.generation.engine import Sampling
 from trainer.seeding import request_seed
-from trainer.sources.prompts import prompt_ledger
+from trainer.sources.routes import prompt_ledger
 from trainer.sources.sampling import SamplingSource
 from trainer.sources.transcripts import TranscriptLog
 
