@@ -130,6 +130,11 @@ class Group:
     """Those that were run."""
 
     @property
+    def source(self) -> str:
+        """As `Prompt.source` names it."""
+        return self.requests[0].prompt.source
+
+    @property
     def missing(self) -> list[int]:
         return [index for index in range(len(self.requests)) if index not in self.found]
 
@@ -323,11 +328,11 @@ class Rollouts:
             runners: dict[EpisodeRunner, Any] = {}
             scorings: dict[str, Scoring] = {}
             for group in running:
-                runner, source = group.route.episodes, group.requests[0].prompt.source
+                runner, source = group.route.episodes, group.source
                 if runner not in runners:
                     runners[runner] = await block.enter_async_context(runner.together())
                 if group.route.scorer is not None and group.missing and source not in scorings:
-                    count = sum(bool(one.missing) and one.requests[0].prompt.source == source for one in running)
+                    count = sum(bool(one.missing) and one.source == source for one in running)
                     scoring = group.route.scorer.open(of_source(purpose, [source]), count, self._on_ranks)
                     scorings[source] = await block.enter_async_context(scoring)
             await all_of(
@@ -336,7 +341,7 @@ class Rollouts:
                         group,
                         {index: asks[group.order, index] for index in todo[group.order]},
                         runners[group.route.episodes],
-                        scorings.get(group.requests[0].prompt.source),
+                        scorings.get(group.source),
                     )
                     for group in running
                 ]
@@ -421,25 +426,29 @@ class Rollouts:
     def judge(self, groups: Sequence[Group], purpose: str) -> None:
         """Log the failures of groups that a step uses, and record these.
 
+        Failures are a share of the whole batch, not of a source, of which the batch may hold two episodes. Sources with
+        an environment and those with a reward are judged apart, as are sources with limits of their own. A source with
+        several rows whose episodes have all failed is not hidden by the others.
+
         Raises:
-            UserError: too many have failed.
+            UserError: more than `max_error_rate` of the episodes have failed, or all of a source.
         """
-        by_source: dict[str, list[Group]] = {}
+        by_limit: dict[tuple[str, float], dict[str, list[Group]]] = {}
         for group in groups:
-            by_source.setdefault(group.requests[0].prompt.source, []).append(group)
-        judge_failures(
-            [
-                SourceFailures(
-                    source,
-                    self.routes[source].cfg,
-                    [episode.failure for group in some for episode in group.made.values()],
-                    sum(len(group.requests) for group in some),
-                )
-                for source, some in by_source.items()
-                if self.routes[source].has_rewards
-            ],
-            purpose,
-        )
+            if group.route.has_rewards:
+                by_limit.setdefault(_error_limit(group.route.cfg), {}).setdefault(group.source, []).append(group)
+        for (section, most), sources in by_limit.items():
+            _refuse_above(section, most, sources, purpose)
+            for source, some in sources.items():
+                cfg, of = some[0].route.cfg, of_source(purpose, [source])
+                failed, total = _failures_of(some), _size_of(some)
+                if len(failed) == total >= _FEWEST_ROWS * cfg.rollout.n:
+                    _refuse_above(section, most, {source: some}, of)
+                if failed:
+                    outcome = _OUTCOMES[section, cfg.on_failure]
+                    LOG.warning(
+                        "%s failed and %s; the first: %s", _share(section, len(failed), total, of), outcome, failed[0]
+                    )
         for group in groups:
             group.record.accept()
 
@@ -463,7 +472,7 @@ def _with_reward(group: Group, episode: Episode, reward: float, terms: Mapping[s
         reward=None if is_left_out else reward,
         rewards=terms,
         failure=reason,
-        source=group.requests[0].prompt.source,
+        source=group.source,
     )
 
 
@@ -473,71 +482,35 @@ def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
     return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)
 
 
-@dataclass(frozen=True)
-class SourceFailures:
-    """The failures among the episodes of one source in a batch."""
-
-    source: str
-    """As `Prompt.source` names it."""
-    cfg: Config
-    """Of a run on this source alone."""
-    reasons: Sequence[str]
-    """Why episodes have failed; empty for those that have not."""
-    total: int
-    """Number of episodes, with those that the journal had."""
-
-    @property
-    def failed(self) -> list[str]:
-        return [reason for reason in self.reasons if reason]
-
-
-def error_limit(cfg: Config) -> tuple[str, float]:
+def _error_limit(cfg: Config) -> tuple[str, float]:
     """Return the section, `environment` or `reward`, that gives the rewards, and its `max_error_rate`."""
     if cfg.environment.name:
         return "environment", cfg.environment.max_error_rate
     return "reward", cfg.reward.max_error_rate
 
 
-def judge_failures(sources: Sequence[SourceFailures], purpose: str) -> None:
-    """Log the failures of a batch.
-
-    Failures are a share of the whole batch, not of a source, of which the batch may hold two episodes. Sources with an
-    environment and those with a reward are judged apart, as are sources with limits of their own. A source with several
-    rows whose episodes have all failed is not hidden by the others.
-
-    Args:
-        purpose: names what the episodes are for.
-
-    Raises:
-        UserError: more than `max_error_rate` of the episodes have failed, or all of a source.
-    """
-    by_limit: dict[tuple[str, float], list[SourceFailures]] = {}
-    for one in sources:
-        by_limit.setdefault(error_limit(one.cfg), []).append(one)
-    for (section, most), some in by_limit.items():
-        _refuse_above(section, most, some, purpose)
-        for one in some:
-            failed, of = one.failed, of_source(purpose, [one.source])
-            if len(failed) == one.total >= _FEWEST_ROWS * one.cfg.rollout.n:
-                _refuse_above(section, most, [one], of)
-            if failed:
-                outcome = _OUTCOMES[section, one.cfg.on_failure]
-                share = _share(section, len(failed), one.total, of)
-                LOG.warning("%s failed and %s; the first: %s", share, outcome, failed[0])
-
-
-def _refuse_above(section: str, most: float, sources: Sequence[SourceFailures], purpose: str) -> None:
+def _refuse_above(section: str, most: float, sources: Mapping[str, Sequence[Group]], purpose: str) -> None:
     """Raise a `UserError` if more than a share `most` of the episodes have failed."""
-    count, total = sum(len(one.failed) for one in sources), sum(one.total for one in sources)
+    failures = {source: _failures_of(groups) for source, groups in sources.items()}
+    count, total = sum(map(len, failures.values())), sum(map(_size_of, sources.values()))
     if count <= most * total:
         return
-    worst = max(sources, key=lambda one: len(one.failed))
-    name = name_in_mix(worst.source)
-    mostly = f", {len(worst.failed)} of them for {name}" if name else ""
+    worst = max(failures, key=lambda source: len(failures[source]))
+    name = name_in_mix(worst)
+    mostly = f", {len(failures[worst])} of them for {name}" if name else ""
     raise UserError(
         f"{section}.max_error_rate={most:g}: {_share(section, count, total, purpose)} failed{mostly} (the first: "
-        f"{worst.failed[0]}); nothing was trained on them, and once the {section} works, {CONTINUES}"
+        f"{failures[worst][0]}); nothing was trained on them, and once the {section} works, {CONTINUES}"
     )
+
+
+def _failures_of(groups: Sequence[Group]) -> list[str]:
+    """Return why episodes have failed, those that the journal had left out."""
+    return [episode.failure for group in groups for episode in group.made.values() if episode.failure]
+
+
+def _size_of(groups: Sequence[Group]) -> int:
+    return sum(len(group.requests) for group in groups)
 
 
 def _share(section: str, count: int, total: int, purpose: str) -> str:
