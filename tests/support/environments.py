@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.environments import Message, StepResult
-from trainer.environments.python_tool import PythonTool
+from trainer.environments.questions import PythonTool
 from trainer.environments.tools import ToolEnvironment
 from trainer.seeding import derive_seed
 

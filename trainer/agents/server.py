@@ -13,6 +13,7 @@ from aiohttp import web
 
 from trainer.agents.episode import WIRES, AgentEpisode, ended
 from trainer.agents.messages import ApiError
+from trainer.process import time_limits
 from trainer.process.network import listen, start_server
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
@@ -64,7 +65,8 @@ class AgentServer:
         if self._loop is None:
             self._listener.close()
         else:
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self._loop).result(time_limits.LOOP_END_S)
 
     def address(self, secret: str) -> str:
         """Return the base URL of the episode with this secret."""

@@ -1,4 +1,4 @@
-"""Questions with a right answer, and tools to find it: an environment for data such as GSM8K."""
+"""Environments with tools: questions with a right answer, such as GSM8K; names to look up; and the tool `python`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,62 @@ from typing import Any
 
 from trainer.environments.base import Message, StepResult
 from trainer.environments.calculator import calculator
-from trainer.environments.python_tool import PythonTool
-from trainer.environments.tools import ToolEnvironment
+from trainer.environments.tools import ToolEnvironment, ToolFailure
+from trainer.errors import UserError
 from trainer.import_utils import import_function
 from trainer.rewards.functions import REWARDS
+from trainer.sandbox.programs import MAX_CODE, CodeLimits, CodeResult, shared_sandbox
 
 _CALCULATION = re.compile(r"<<([^<>=]*)=[^<>]*>>[\d.,]*")
 """A calculation in a solution of GSM8K, and its result, which the solution writes once more behind it."""
 _ANSWER = "####"
+
+
+class PythonTool:
+    """Gives an environment the tool `python`. Each call runs a program in a sandbox of its own.
+
+    Args:
+        modules: packages beside the standard library that programs may import, such as `numpy`.
+        limits: fields of `trainer.sandbox.programs.CodeLimits`.
+
+    Raises:
+        UserError: an argument is none of these, or programs cannot be closed in on this machine.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), **limits: Any):
+        try:
+            self._limits = CodeLimits(**limits)
+        except TypeError as error:
+            names = ", ".join(CodeLimits.__dataclass_fields__)
+            raise UserError(f"the tool python takes modules, {names} ({error})") from error
+        self._sandbox = shared_sandbox(self._limits, tuple(modules))
+
+    async def python(self, code: str) -> str:
+        """Run a Python program, and return what it prints. Nothing stays for the next one.
+
+        Args:
+            code: The program. If it ends with an expression, its value is printed.
+        """
+        try:
+            return self._answer(await self._sandbox.run(code))
+        except (RuntimeError, UserError, OSError) as error:
+            raise ToolFailure(f"the tool python failed: {error}") from error
+
+    def _answer(self, result: CodeResult) -> str:
+        limits = self._limits
+        text = result.output
+        if result.left_out:
+            text += f"… ({result.left_out:,} more characters)"
+        if result.problem:
+            reasons = {
+                "cpu": f"took more than {limits.cpu_s} s of processor time",
+                "time": f"took more than {limits.time_s:g} s",
+                "output": "printed too much",
+                "size": f"has more than {MAX_CODE:,} characters",
+            }
+            reason = reasons.get(result.problem, f"was ended by {result.problem}")
+            text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}Error: the program {reason}"
+        return text.strip() or "(no output)"
 
 
 class Questions(ToolEnvironment):
@@ -137,3 +185,29 @@ def worked_chat(answer: str, with_text: bool = True) -> list[Message] | None:
         return None
     rest = parts[-1].strip() if with_text else ""
     return [*chat, {"role": "assistant", "content": f"{rest}\n{_ANSWER} {final.strip()}".strip()}]
+
+
+class LookUp(ToolEnvironment):
+    """The policy gets a name, looks it up, and looks up what it finds until it finds a number, its answer.
+
+    The rows of `data.synthetic=look_up` have a `prompt`, a `table` and an `answer`. The table is not shown, so an
+    answer without the tool is a guess of one of a hundred numbers. The reward is 1 for the right number, else 0.
+    """
+
+    instructions = ""  # the built-in model has learnt the form of a call
+
+    def prompt(self, row: Mapping[str, Any]) -> str:
+        self._table = row["table"]
+        self.tools = (self.look_up,)
+        return row["prompt"]
+
+    def look_up(self, name: str) -> str:
+        """Look a name up in the table.
+
+        Args:
+            name: The name.
+        """
+        return self._table[name]
+
+    def score(self, answer: str, row: Mapping[str, Any]) -> float:
+        return float(answer == row["answer"])

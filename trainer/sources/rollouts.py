@@ -378,7 +378,7 @@ class Rollouts:
         finally:
             for task in left:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)  # else asyncio logs each failure that nobody asked for
 
     async def _run_episode(self, group: Group, index: int, asks: _Asks, runner_block: Any) -> Episode:
         self._count("environment", 1)

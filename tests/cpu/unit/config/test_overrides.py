@@ -148,7 +148,7 @@ OF_SOURCE = "data.mix.a.environment.name=my:World"
         ([ENVIRONMENT, "reward.success_threshold=0.5"], ""),
         ([ENVIRONMENT, "data=gsm8k"], ""),
         (["experiment=look_up", "reward.success_threshold=0.5"], ""),
-        (["experiment=look_up", "reward.name=math"], "reward.name: environment.name=trainer.environments.look_up:Lo"),
+        (["experiment=look_up", "reward.name=math"], "reward.name: environment.name=trainer.environments.questions:Lo"),
         ([ENVIRONMENT, "environment.name=null", "reward.name=math"], ""),
         ([*MIX, OF_SOURCE, "data.mix.b.reward.name=math"], ""),
         ([*MIX, OF_SOURCE, "reward.name=math"], ""),

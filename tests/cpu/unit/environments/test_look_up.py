@@ -9,7 +9,7 @@ from trainer.config import compose
 from trainer.data.datasets import load_rows, read_examples
 from trainer.data.generators import generate
 from trainer.environments import supervised_chat
-from trainer.environments.look_up import LookUp
+from trainer.environments.questions import LookUp
 
 
 def play(row, *replies: str):

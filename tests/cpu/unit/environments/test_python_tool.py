@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from trainer.environments.python_tool import PythonTool
+from trainer.environments.questions import PythonTool
 from trainer.environments.tools import ToolFailure, tool_schema
 from trainer.errors import UserError
 
