@@ -264,17 +264,16 @@ class Rollouts:
 
     def evaluate(self, requests: Sequence[RolloutRequest], purpose: str) -> list[Episode]:
         """Return episodes with their rewards under the weights of now, on the main thread (see `run`)."""
-        decides = self.routes[requests[0].prompt.source].decides
-        record = self.exact_record(self.journal.history, (decides,) if decides else ())
-        return self.loop.run(self.run(requests, purpose, record))
+        return self.loop.run(self.run(requests, purpose, self.exact_record(self.journal.history)))
 
-    def exact_record(
-        self, history: str, decides: Sequence[str] = ()
-    ) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
+    def exact_record(self, history: str) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
         """Return what makes the records of groups that one version of the weights samples (see `GroupRecord`)."""
 
         def record(some: Sequence[RolloutRequest]) -> GroupRecord:
-            return GroupRecord(self.journal, some, history, self.routes[some[0].prompt.source].wants_groups, decides)
+            route = self.routes[some[0].prompt.source]
+            return GroupRecord(
+                self.journal, some, history, route.wants_groups, [route.decides] if route.decides else []
+            )
 
         return record
 
