@@ -14,11 +14,12 @@ import openai
 import pytest
 
 from tests.cpu.unit.agents.test_server import Served
+from tests.support.episodes import event_loop
 from trainer.agents.messages import ApiError
 from trainer.agents.messages_wire import MessagesWire
 from trainer.agents.requests import Rules, parse_request
 from trainer.agents.responses_wire import ResponsesWire
-from trainer.agents.server import AgentServer
+from trainer.agents.server import AgentServer, shared_server
 from trainer.generation.engine import Sampling
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
@@ -32,7 +33,8 @@ RULES = Rules("policy", USUAL, USUAL, overrides=False, max_turns=6)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[AgentServer]:
-    with AgentServer("127.0.0.1") as server:
+    with shared_server("127.0.0.1", 0, None) as server:
+        event_loop().run(server.start())
         yield server
 
 
