@@ -71,6 +71,8 @@ class ServerEngine:
         self._version = -1  # of the weights that the server has, or gets now
         self._batches = 0  # number of the last batch before the last abort
         self._pending: set[int] = set()
+        self._sending = threading.Condition()  # only one batch, or new weights, are sent at a time
+        self._unsent: set[object] = set()  # batches that have begun and that the server has not yet
         self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
         self._interrupted = threading.Event()
         self._error: Exception | None = None
@@ -122,19 +124,13 @@ class ServerEngine:
         return completions
 
     def _begin(self, requests: Mapping[int, Request]) -> None:
-        """Send requests, and let a thread read their completions. New weights come after all that was sent before."""
+        """Let a thread send requests, and read their completions."""
         ordered = dict(sorted(requests.items()))  # the order of their stream, as an engine of the job has it
-        body = protocol.encode_requests(ordered)
-        if len(body) > protocol.LARGEST_BODY:
-            most = f"{protocol.LARGEST_BODY >> 30} GiB"
-            raise UserError(
-                f"rollout.urls: {self.url} takes {most} of requests at a time; use shorter prompts or more servers"
-            )
-        tokens = sum(request.sampling.max_tokens for request in requests.values())
-        lines = self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens)
-        next(lines)
         self._pending |= ordered.keys()
-        arguments = (self._batches, ordered, lines, self._version)
+        batch = object()
+        with self._sending:
+            self._unsent.add(batch)
+        arguments = (batch, self._batches, ordered, self._version)
         threading.Thread(target=self._read_batch, args=arguments, name="batch", daemon=True).start()
 
     def interrupt(self) -> None:
@@ -157,10 +153,11 @@ class ServerEngine:
         self._pending -= result.keys()
         return result
 
-    def _read_batch(self, number: int, missing: dict[int, Request], lines: Iterator[bytes], oldest: int) -> None:
-        """Queue the completions of a batch, or why they do not come. `oldest`: version of the weights at its begin."""
+    def _read_batch(self, batch: object, number: int, requests: Mapping[int, Request], oldest: int) -> None:
+        """Send a batch, and queue its completions, or why they do not come. `oldest`: version of the weights now."""
+        missing = dict(requests)
         try:
-            for line in lines:
+            for line in self._send(batch, number, requests):
                 if number != self._batches:
                     return
                 if not line:
@@ -176,6 +173,30 @@ class ServerEngine:
         except Exception as error:
             self._results.put((number, error))
 
+    def _send(self, batch: object, number: int, requests: Mapping[int, Request]) -> Iterator[bytes]:
+        """Send a batch unless it has been aborted, and yield the lines of the answer.
+
+        New weights wait until the server has the batch, and the batch waits until the server has the new weights.
+        """
+        try:
+            body = protocol.encode_requests(requests)
+            if len(body) > protocol.LARGEST_BODY:
+                most = f"{protocol.LARGEST_BODY >> 30} GiB"
+                raise UserError(
+                    f"rollout.urls: {self.url} takes {most} of requests at a time; use shorter prompts or more servers"
+                )
+            tokens = sum(request.sampling.max_tokens for request in requests.values())
+            lines = self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens)
+            with self._sending:
+                if number != self._batches:
+                    return
+                next(lines)
+        finally:
+            with self._sending:
+                self._unsent.discard(batch)
+                self._sending.notify_all()
+        yield from lines
+
     def sync_weights(self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort") -> None:
         """Let the server load the weights of `source`."""
         if running == "abort":
@@ -190,10 +211,13 @@ class ServerEngine:
     def _pass_on(self, path: str, version: int, running: RunningRequests) -> None:
         """Let the server load the weights in the directory `path`."""
         update = {"version": version, "running": running}
-        try:
-            self._update({**update, "path": path, "files": protocol.fingerprint(path)})
-        except _AbsentError:  # the server is on another machine
-            self._update({**update, "path": None, "files": self._upload(path)})
+        with self._sending:
+            if not self._sending.wait_for(lambda: not self._unsent, _ATTEMPTS * time_limits.SERVER_SILENCE_S):
+                raise self._lost("it does not take the requests that the new weights wait for")
+            try:
+                self._update({**update, "path": path, "files": protocol.fingerprint(path)})
+            except _AbsentError:  # the server is on another machine
+                self._update({**update, "path": None, "files": self._upload(path)})
 
     def _receive_broadcast(self, source: Any) -> str:
         """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""

@@ -74,6 +74,10 @@ class Backend:
         self.session: aiohttp.ClientSession
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
 
+    def url(self, path: str) -> str:
+        """Return the URL of a path of the engine, for `session`."""
+        return f"http://engine{path}"
+
     def fail(self, reason: str, start_id: str) -> None:
         """Let the engine be ended and started again, if this start of it still runs."""
         if start_id != self.start_id:
@@ -106,9 +110,7 @@ class Backend:
         failures = 0
         connector = aiohttp.UnixConnector(self._socket, limit=0, force_close=True)  # vLLM closes idle ones
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(
-            "http://engine", connector=connector, timeout=timeout, auto_decompress=False
-        ) as self.session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self.session:
             try:
                 while True:
                     self._launch()
@@ -183,7 +185,7 @@ class Backend:
     async def _alive(self, limit_s: float, path: str = "/trainer/alive") -> dict[str, Any] | None:
         try:
             timeout = aiohttp.ClientTimeout(total=limit_s)
-            async with self.session.get(path, timeout=timeout) as response:
+            async with self.session.get(self.url(path), timeout=timeout) as response:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None

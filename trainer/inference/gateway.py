@@ -236,8 +236,9 @@ class Gateway:
         if not await self.backend.answers():  # a hang that has begun is no slow load
             return None
         try:
+            url = self.backend.url(protocol.WEIGHTS)
             with self.backend.loading():
-                async with self.backend.session.post(protocol.WEIGHTS, json=order) as response:
+                async with self.backend.session.post(url, json=order) as response:
                     async for line in response.content:
                         if line.strip():
                             answer = json.loads(line)
@@ -281,7 +282,8 @@ class Gateway:
     async def _pipe(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Pass a request on to the engine, and its answer back, as it comes."""
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS}
-        async with self.backend.session.request(request.method, path, data=body, headers=headers) as answer:
+        url = self.backend.url(path)
+        async with self.backend.session.request(request.method, url, data=body, headers=headers) as answer:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_HEADERS}
             response = web.StreamResponse(status=answer.status, headers=kept)
             with _cut_on_failure(request):
