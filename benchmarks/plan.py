@@ -6,7 +6,7 @@ beside them at most, by the events of torch's allocator. `resident`: how far the
 its models are loaded, in a run of its own with an allocator of C that gives memory back. (The pages of each tensor are
 new then, and an update takes 1.5 times as long.) Times are CPU seconds of one rank, which has one thread, so other work
 on the machine changes them little. `-`: no such pass, because the update computes the log-probs that it needs. The
-first line has the constants that the plans compute with.
+first line has the constants that the plan has measured of this machine. All plans of the run compute with them.
 
 Then, for whole jobs, the time of a step by phase, planned / measured: medians of the steps but the first. Measured are
 CPU seconds of the driver, the longest rank, the longest engine and the longest other process, one after the other;

@@ -1,12 +1,8 @@
 """`train`: a run from Python.
 
-The run is a process of its own (`trainer.api.worker_main`), with the command line's code from its first line to its
-last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers, logging nor random
-states of the caller can meet those of the run.
-
-A function of a module travels to the processes of the run as its import path. A function of a script or a notebook,
-which no other process can import, travels by value: cloudpickle writes it into a private directory, as a module that
-can be imported.
+Without `in_process`, the run is a process of its own (`trainer.api.worker_main`), with the command line's code from its
+first line to its last. So it computes the same bits as the command line, and neither torch, Ray, signal handlers,
+logging nor random states of the caller can meet those of the run.
 """
 
 from __future__ import annotations
@@ -14,22 +10,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import site
 import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
-from trainer.config.tasks import TaskSpec
-from trainer.errors import UserError, describe_error
-from trainer.process.signals import EXIT_STATUS, HANDLED
-from trainer.run.next_command import PASSED_FUNCTIONS, PYTHON_RUN
+from trainer.config.tasks import TASKS, TaskSpec
+from trainer.errors import UserError
+from trainer.process.log_setup import logging_to_file, show_messages
+from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
+from trainer.run.next_command import PYTHON_RUN
 from trainer.run.state import OnStep
 
 Function = Callable[..., Any] | str
@@ -43,15 +41,8 @@ _KEYS = {
 }
 """The parameters of `train` that take functions, and the config key of each."""
 
-
-_MODULE = '''"""A function that was passed to `trainer.train`, as cloudpickle has written it."""
-
-import pathlib
-
-import cloudpickle
-
-{name} = cloudpickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())
-'''
+_IN_PROCESS = ("trainer.ray_address=this_process", "trainer.num_workers=1", "trainer.device=cpu")
+_ENGINE = ("rollout.engine=transformers", "rollout.num_engines=1")
 
 
 class RunStopped(Exception):
@@ -80,6 +71,7 @@ def train(
     environment: type | Function | None = None,
     task: TaskSpec | str | None = None,
     on_step: OnStep | None = None,
+    in_process: bool = False,
 ) -> RunResult:
     """Do what `trainer train OVERRIDES` does, and return the result of the run.
 
@@ -99,6 +91,8 @@ def train(
         on_step: called in this process with the metrics of each finished step and its `step`, while the run waits. If
             it returns something true, or raises, the run saves and stops after this step; `train` then returns a result
             whose `status` is `stopped`, or raises the exception.
+        in_process: for breakpoints. Driver, one rank and the transformers engine are this process, on the CPU. It
+            computes the same bits. What fails raises its own exception, and no `RunFailed`.
 
     Raises:
         UserError: the command line would have ended with status 2: the message says what to change.
@@ -110,9 +104,11 @@ def train(
     given |= {"curriculum": curriculum, "environment": environment, "task": task}
     functions = {name: value for name, value in given.items() if value is not None}
     overrides, pickles = _with_functions(_checked(overrides), functions)
-    with tempfile.TemporaryDirectory(prefix="trainer-functions-") as directory:
-        write_functions(directory, pickles)
-        return _conclude(*_run(overrides, directory, on_step))
+    if in_process:
+        idle = [f"trainer.task={name}" for name, spec in TASKS.items() if not spec.generates]
+        generates = task.generates if isinstance(task, TaskSpec) else not set(idle) & set(overrides)
+        return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *overrides], pickles, on_step)
+    return _conclude(*_run(overrides, pickles, on_step))
 
 
 def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = False) -> RunResult:
@@ -136,6 +132,43 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = F
     if status < 0:
         text = f"its process was killed by {signal.Signals(-status).name}, perhaps because memory ran out"
     raise RunFailed(text or f"its process ended with status {status}")
+
+
+def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None) -> RunResult:
+    """Run in this process, and leave its environment and signal handlers as they were."""
+    import torch
+
+    from trainer.api.worker_main import job_of
+    from trainer.config.command_line import run_words
+
+    paths: dict[str, Any] = {}
+    ends: list[BaseException | None] = []  # what `on_step` has raised; None: it has returned something true
+
+    def step(metrics: dict[str, float]) -> bool:
+        assert on_step is not None
+        try:
+            if on_step(metrics):
+                ends.append(None)
+        except BaseException as error:
+            ends.append(error)
+        return bool(ends)
+
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    show_messages()
+    try:
+        with SIGNALS.listening(), logging_to_file():
+            run_words(job_of(pickles, paths.update, step if on_step else None), overrides)
+    except Stopped as reason:
+        if ends and ends[0] is not None:
+            raise ends[0] from None
+        if not ends:
+            raise RunStopped(str(reason), paths and describe_result(paths, "stopped")) from None
+        return describe_result(paths, "stopped")
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)
+    return describe_result(paths, "finished")
 
 
 def _checked(overrides: Sequence[str]) -> list[str]:
@@ -166,65 +199,14 @@ def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[li
     return overrides, pickles
 
 
-def describe_function(parameter: str, function: Callable[..., Any] | str) -> tuple[str, bytes | None]:
-    """Return the import path of a function, and its pickle if no module holds it.
-
-    Args:
-        parameter: of `train`, for the import path and for errors.
-        function: a name or an import path is returned as it is.
-
-    Raises:
-        UserError: `function` is no function, or it holds something that other processes cannot get.
-    """
-    if isinstance(function, str):
-        return function, None
-    if not callable(function) and not isinstance(function, TaskSpec):
-        raise UserError(f"{parameter}: must be a function or the name of one, not {type(function).__name__}")
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    spec = getattr(sys.modules.get(module or ""), "__spec__", None)
-    if module != "__main__" and spec is not None and getattr(sys.modules[module], name, None) is function:
-        return f"{module}:{name}", None
-    plain = getattr(function, "__name__", "")
-    plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
-    return f"{PASSED_FUNCTIONS}.{parameter}:{plain}", _pickled(function, parameter, plain)
-
-
-def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
-    import cloudpickle
-
-    try:
-        return cloudpickle.dumps(function)
-    except Exception as error:
-        raise UserError(
-            f"{parameter}={name}: other processes cannot get this function ({describe_error(error)}); let it open or "
-            "make what it needs when it is called, or move it to a module"
-        ) from error
-
-
-def write_functions(directory: str, pickles: Mapping[str, tuple[str, bytes]]) -> None:
-    """Write pickled functions as modules that a process with `directory` in its PYTHONPATH can import.
-
-    Args:
-        pickles: for each parameter of `train`, the name of the function and its pickle.
-    """
-    package = os.path.join(directory, PASSED_FUNCTIONS)
-    os.mkdir(package)
-    for parameter, (name, data) in pickles.items():
-        for ending, content in (("pkl", data), ("py", _MODULE.format(name=name).encode())):
-            with open(os.path.join(package, f"{parameter}.{ending}"), "wb") as file:
-                file.write(content)
-
-
-def _run(overrides: list[str], functions: str, on_step: OnStep | None) -> tuple[list[dict[str, Any]], int, bool]:
-    """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end.
-
-    Args:
-        functions: directory of the modules of functions that were passed by value.
-    """
+def _run(
+    overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None
+) -> tuple[list[dict[str, Any]], int, bool]:
+    """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end."""
     own, others = socket.socketpair()
     # A notebook, or a test, has put something else in place of the terminal.
     replaced = sys.stdout is not sys.__stdout__
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([functions, *_own_paths()])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
     reports, stops = [], False
     with _signals_to_child() as send_to, own:
         try:
@@ -241,11 +223,11 @@ def _run(overrides: list[str], functions: str, on_step: OnStep | None) -> tuple[
         finally:
             others.close()
         send_to(process)
-        message = {"overrides": overrides, "asks": on_step is not None}
+        message = {"overrides": overrides, "pickles": pickles, "asks": on_step is not None}
         message |= {"reports": descriptor, "parent": os.getpid()}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(json.dumps(message).encode())
+            pickle.dump(message, pipe)
         printing = threading.Thread(target=_print, args=(process.stdout or (),))
         printing.start()
         try:

@@ -9,23 +9,46 @@ if __name__ == "__main__":
 
 import json
 import os
+import pickle
 import select
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from trainer.api.functions import path_of, write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
-from trainer.config.command_line import run_to_end
+from trainer.config.command_line import Job, run_to_end
+from trainer.config.tasks import add_task
 from trainer.files.redaction import redact_text
 from trainer.files.uris import absolute
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.run.state import OnStep
+
+
+def job_of(pickles: Mapping[str, tuple[str, bytes]], report: Callable[..., None], on_step: OnStep | None) -> Job:
+    """Return the job of a run from Python, which reports its paths first. `pickles`: of functions passed by value."""
+    if passed := pickles.get("task"):  # the config names it before there is a directory for its module
+        add_task(path_of("task", passed[0]), lambda: pickle.loads(passed[1]))
+
+    def job(config: Config) -> float | None:
+        t = config.trainer
+        paths = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
+        metric, mode = config.compared_by
+        report(**paths, best_metric=metric, best_mode=mode)
+        write_functions(t.run_dir, pickles)
+        from trainer.main import train
+
+        return train(config, on_step)
+
+    return job
 
 
 def main() -> NoReturn:
     """Run what the parent asks for on stdin, tell it the outcome, and end with the status of the command line."""
     signal_on_death_of_parent(signal.SIGKILL)  # the run is safe, and its lock is free for the next start
-    message = json.load(sys.stdin)
+    message = pickle.load(sys.stdin.buffer)
     if os.getppid() != message["parent"]:  # it died before that took effect
         os._exit(1)
     os.set_inheritable(message["reports"], False)
@@ -40,18 +63,11 @@ def main() -> NoReturn:
             SIGNALS.check()  # the user's function may take long, as with a breakpoint
         return os.read(message["reports"], 1) != b"0"  # empty: the user's function has raised
 
-    def job(config: Config) -> float | None:
-        t, (metric, mode) = config.trainer, config.compared_by
-        paths = {name: absolute(getattr(t, name)) for name in ("run_dir", "ckpt_path", "export_path")}
-        report(**paths, best_metric=metric, best_mode=mode)
-        from trainer.main import train
-
-        return train(config, on_step if message["asks"] else None)
-
     guard_output()
     show_messages()
     with SIGNALS.listening(), logging_to_file():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # the parent has blocked them
+        job = job_of(message["pickles"], report, on_step if message["asks"] else None)
         outcome = run_to_end(job, message["overrides"])
         LOG_FILE.write(outcome.shown)  # the parent shows it
         report(text=redact_text(outcome.trace or outcome.text), signal=SIGNALS.first)

@@ -22,7 +22,7 @@ from trainer.data.datasets import PromptSet, read_examples
 from trainer.data.row_files import digest_rows
 from trainer.episodes import Episode
 from trainer.errors import UserError, as_list
-from trainer.evaluate.results import DEFAULT_SET, Results, SetResult, read_results, write_episodes
+from trainer.evaluate.results import CODE, CONTENT, DEFAULT_SET, Results, SetResult, read_results, write_episodes
 from trainer.evaluate.subject import PATH, Subject
 from trainer.files.documents import flatten
 from trainer.files.hf_hub import pin
@@ -265,7 +265,7 @@ def _values_of(episodes: Sequence[Episode], n: int, threshold: float) -> dict[st
 def _content(cfg: Config) -> dict[str, str]:
     """Return digests of the rows of all sets: files of the same names may have others by now."""
     return {
-        f"content of {name}": digest_rows(read_examples(cfg.of_source(source).data, "val", as_rows=True))
+        f"{CONTENT}{name}": digest_rows(read_examples(cfg.of_source(source).data, "val", as_rows=True))
         for name, source in _sources_of(cfg).items()
     }
 
@@ -280,5 +280,5 @@ def _deciding(cfg: Config) -> dict[str, str]:
         if key in flat and cfg.reads(key) and (key.startswith("data.") or rule.change in deciding)
     }
     settings.pop("model.path", None)  # its weights decide
-    code = {f"code of {path}": found for path, found in code_in(settings).items()}
+    code = {f"{CODE}{path}": found for path, found in code_in(settings).items()}
     return {key: digest(value) for key, value in settings.items()} | code

@@ -20,6 +20,9 @@ from trainer.process.log_setup import escape, show
 RESULTS_FILE = "evaluation.json"
 DEFAULT_SET = "default"
 """Name of the prompts of `data.val_files`, or of the generator, which belong to no named set."""
+CODE, CONTENT = "code of ", "content of "
+"""Beginnings of names in `Results.settings`: the digests of a file that a setting names by import path, and of a set.
+"""
 
 
 @dataclass
@@ -93,20 +96,27 @@ def write_episodes(
 
 def print_results(results: Results) -> None:
     """Print a table: one line for each measure of each set, with its interval of 95 %."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("set", "rows", "measure", "value", "95 % interval")
+    rows = []
     for name, result in results.sets.items():
         for measure, by_row in result.values.items():
             if by_row:
                 mean = mean_estimate(list(by_row.values()))
                 interval = f"{mean.low:.4g} to {mean.high:.4g}"
-                cells = (name, str(mean.rows), measure, f"{mean.value:.4g}", interval)
-                table.add_row(*(Text(escape(cell, lines=False)) for cell in cells))
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
+                rows.append((name, str(mean.rows), measure, f"{mean.value:.4g}", interval))
+    print_table(("set", "rows", "measure", "value", "95 % interval"), rows)
     for name, result in results.sets.items():
         length = result.tokens / max(1, result.completions)
         failures = f", {result.failures} failed" if result.failures else ""
         show(f"{name}: {result.completions} completions of {len(result.rows)} rows, {length:.1f} tokens each{failures}")
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of texts."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*titles)
+    for row in rows:
+        table.add_row(*(Text(escape(cell, lines=False)) for cell in row))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)

@@ -12,6 +12,7 @@ one operator that `torch.compile` does not trace: a graph of its content would h
 from __future__ import annotations
 
 import functools
+import inspect
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,6 +28,18 @@ from trainer.models.masks import visible_tokens
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Bucket, Packing, index_select
 from trainer.parallel.shard import transformer_blocks
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:  # before torch 2.10
+    _VARLEN_PARAMETERS = frozenset()
+
+_VARLEN = {"scale", "window_size"} <= _VARLEN_PARAMETERS
+_NEEDS_GQA_FLAG = "enable_gqa" in _VARLEN_PARAMETERS
+"""Whether the kernel rejects fewer key heads than query heads without the flag, as torch 2.12 and later do. Earlier
+versions pass both numbers of heads to the same kernel without a check."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -239,7 +251,7 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
 def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
     """Return whether torch's variable-length kernel computes the attention of heads of `width` dimensions."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
+    return _VARLEN and device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
 
 
 def attend_varlen(
@@ -253,6 +265,7 @@ def attend_varlen(
         cu_seqlens_k = packing.cu_seqlens_k
     longest = packing.longest
     window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _NEEDS_GQA_FLAG else {}
     out = varlen_attn(  # the last query of a sequence is at the position of its last key
         rows.contiguous(),
         keys.contiguous(),
@@ -263,7 +276,7 @@ def attend_varlen(
         longest,
         scale=scaling,
         window_size=window_size,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[None]
 

@@ -28,7 +28,6 @@ from trainer.models.files import (
     MODEL_FILES,
     content_files,
     load_config,
-    read_file,
     untie_own_head,
 )
 from trainer.models.heads import classifier_fields
@@ -79,10 +78,10 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
         UserError: a file cannot be read.
     """
     patterns = (*MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
-    files = {name: read_file(os.path.join(model_path, name)) for name in content_files(model_path, False, patterns)}
+    files = {name: _read(model_path, name) for name in content_files(model_path, False, patterns)}
     if any(name.endswith(CONFIG) and b'"auto_map"' in data for name, data in files.items()):
         code = [name for name in content_files(model_path, True, ()) if name not in files]
-        files |= {name: read_file(os.path.join(model_path, name)) for name in code}
+        files |= {name: _read(model_path, name) for name in code}
     files.pop(ADAPTER_CONFIG, None)  # the weights are merged
     try:
         if changes:
@@ -100,6 +99,15 @@ def config_changes(model: ModelConfig, path: str) -> dict[str, Any]:
     is_tied = config.tie_word_embeddings
     untie_own_head(config, path)
     return {} if config.tie_word_embeddings == is_tied else {"tie_word_embeddings": config.tie_word_embeddings}
+
+
+def _read(directory: str, name: str) -> bytes:
+    path = os.path.join(directory, name)
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _with_changes(files: dict[str, bytes], changes: Mapping[str, Any]) -> dict[str, bytes]:

@@ -94,7 +94,11 @@ def read_content(path: str) -> Any:
     Raises:
         UserError: it cannot be read.
     """
-    data = read_file(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     if path.endswith(".json"):
         with contextlib.suppress(ValueError):
             content = _without_harmless(parse_json(data))
@@ -102,19 +106,6 @@ def read_content(path: str) -> Any:
                 return {key: _digest(value) for key, value in content.items()}
             return _digest(content)
     return digest_bytes(data)
-
-
-def read_file(path: str) -> bytes:
-    """Return the content of a file of a model directory.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def differences(name: str, saved: Any, now: Any) -> str:

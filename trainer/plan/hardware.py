@@ -1,4 +1,4 @@
-"""The hardware that a plan computes with: constants with their sources.
+"""The hardware that a plan computes with: constants of GPUs with their sources, and measured ones of this machine.
 
 Speeds are those of data sheets: dense FLOP/s without sparsity, bytes per second in one direction. What passes reach of
 them is `Device.reached`. The peaks of GPUs in bfloat16 are in `trainer.metrics.timing`, because runs count their
@@ -7,7 +7,10 @@ use of a GPU with them, too.
 
 from __future__ import annotations
 
+import functools
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,10 +107,6 @@ def _gpu(name: str) -> Device:
 
 DEVICES = {name.casefold(): _gpu(name) for name in _GPUS}
 
-_CORE_FLOPS = (90e9, 45e9)
-"""FLOP/s of a core with AVX2 in products of float32 and bfloat16; with AMX, those of bfloat16 are ten times as fast."""
-_CORE_COPIES = 15 * GB
-"""Bytes per second that a core reads and writes when it copies."""
 _REACHED = {CPU: 0.60, "cuda": 0.40}
 """Share of the peak FLOP/s that whole passes reach. CPU: of large square products, with all that is beside products;
 by updates and log-prob passes of eight configs on two machines. GPU: what published runs of dense models with FSDP2 at
@@ -225,7 +224,43 @@ def parse_cluster(text: str) -> Cluster:
     return Cluster(nodes, per_node, replace(device, host_memory=int(share * device.host_memory)))
 
 
+@functools.cache
 def this_machine() -> Device:
-    """Return a core of this machine, with its memory, and the speeds of usual cores of servers."""
-    memory, gloo = usable_memory(), _CORE_COPIES / GLOO
-    return Device(CPU, memory, *_CORE_FLOPS, _CORE_COPIES, gloo, gloo, _CORE_COPIES, memory, _CORE_COPIES)
+    """Return a core of this machine, by a measurement of a second."""
+    memory = usable_memory()
+    copying = 2 * 2**26 / _shortest(_copy(2**26))
+    gloo = copying / GLOO
+    products = [_product_speed(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return Device(CPU, memory, *products, copying, gloo, gloo, copying, memory, copying)
+
+
+def _product_speed(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of products of square matrices on one core.
+
+    A factor is transposed, as that of a linear layer: without products of bfloat16 in hardware, others take ten times
+    as long. In that case they are measured with small matrices alone.
+    """
+    speed = 0.0
+    for side in (256, 512, 1024):
+        matrix = torch.ones(side, side, dtype=dtype)
+        seconds = _shortest(functools.partial(torch.mm, matrix, matrix.t()))
+        speed = max(speed, 2 * side**3 / seconds)
+        if seconds > 0.02:
+            break
+    return speed
+
+
+def _copy(size: int) -> Callable[[], object]:
+    source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    return lambda: target.copy_(source)
+
+
+def _shortest(compute: Callable[[], object], seconds: float = 0.1) -> float:
+    """Return the shortest processor time of calls within `seconds`: other programs only make them longer."""
+    compute()  # the first call loads the library
+    times, end = [], time.process_time() + seconds
+    while not times or time.process_time() < end:
+        begin = time.process_time()
+        compute()
+        times.append(time.process_time() - begin)
+    return min(times)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.support.jobs import environment
-from trainer.api.running import describe_function, write_functions
+from trainer.api.functions import describe_function, write_functions
 from trainer.errors import UserError
 from trainer.rewards.functions import gsm8k
 
@@ -53,7 +53,9 @@ def test_a_class_travels_as_a_function_does():
     assert path == "passed_functions.environment:World" and data
 
 
-def test_another_process_imports_a_pickled_function_with_what_it_refers_to(tmp_path):
+def test_another_process_imports_a_pickled_function_with_what_it_refers_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     bonus = 0.5
 
     def score(completion, answer):
@@ -64,9 +66,19 @@ def test_another_process_imports_a_pickled_function_with_what_it_refers_to(tmp_p
     code = (
         f"from trainer.import_utils import import_function; print(import_function({path!r}, 'reward.name')('eel', ''))"
     )
-    env = {**environment(), "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment()
+    )
     assert done.stdout == "4.5\n", done.stderr
+
+
+def test_functions_of_two_starts_do_not_replace_one_another(tmp_path, monkeypatch):
+    """A second start in the directory of a running job is refused, and must not change the job's reward."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    for number in (1.0, 2.0):
+        write_functions(str(tmp_path), {"reward": ("reward", describe_function("reward", Scale(number))[1])})
+    assert len(list(tmp_path.glob("functions/*/passed_functions/reward.pkl"))) == 2
 
 
 @pytest.mark.parametrize("kind", ["written", "lock"])

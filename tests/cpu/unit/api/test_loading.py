@@ -31,7 +31,7 @@ def test_checkpoints_elsewhere_are_found_by_the_record_of_the_run(tmp_path):
 def test_a_missing_checkpoint_and_a_missing_policy_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such checkpoint"):
         load_checkpoint(tmp_path / "nothing")
-    with pytest.raises(UserError, match="no checkpoint is there; looked in it, in its checkpoints directory"):
+    with pytest.raises(UserError, match="no checkpoint is there or in its checkpoints directory"):
         load_checkpoint(tmp_path)
     save(manager(tmp_path), 1)
     with pytest.raises(UserError, match="contains no policy"):

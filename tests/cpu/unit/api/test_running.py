@@ -11,13 +11,14 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import trainer
 from tests.support.jobs import environment
 from tests.support.jobs import metrics as metrics_of
 from trainer import RunFailed, RunStopped, UserError, train
+from trainer.algorithms import aggregate
 from trainer.api.running import _conclude, _with_functions
-from trainer.config import compose
 from trainer.process.signals import HANDLED
 from trainer.rewards.functions import gsm8k
 from trainer.tasks import Metric, Task, TaskSpec
@@ -199,18 +200,32 @@ def test_a_callback_gets_each_step_and_stops_the_run_which_continues(tmp_path):
     assert all(row.items() <= metrics.items() for row, metrics in zip(rows, seen, strict=True))
 
 
-def test_a_run_of_one_process_computes_what_a_run_of_several_does(tmp_path):
-    common = ["trainer.total_steps=2", "trainer.train_batch_size=4", "trainer.mini_batch_size=4", "rollout.n=2"]
-    common += ["rollout.max_response_tokens=12", "data.train_size=16", "data.val_size=1", "sft.steps=2"]
-    common += ["model.tiny.hidden_size=32", "model.tiny.num_layers=1", "logger.plot=false", "rollout=transformers"]
-    common += [f"model.cache_dir={tmp_path}/cache", "trainer.ckpt_interval=-1"]
+LOSSES: list[tuple[int, str]] = []
+
+
+def recorded_loss(logprobs, old_logprobs, advantages, mask, *, aggregation, totals):
+    LOSSES.append((os.getpid(), threading.current_thread().name))
+    return aggregate(-(logprobs - old_logprobs).exp() * advantages, mask, aggregation, totals), {}
+
+
+def test_a_run_in_this_process_computes_the_same_and_leaves_nothing_behind(tmp_path):
+    common = ["trainer.total_steps=3", "trainer.train_batch_size=4", "trainer.mini_batch_size=4", "rollout.n=2"]
+    common += ["rollout.max_response_tokens=12", "data.train_size=16", "data.val_size=4", "sft.steps=4"]
+    common += ["model.tiny.hidden_size=32", "model.tiny.num_layers=1", "logger.plot=false"]
+    plain = ["trainer.ray_address=processes", "rollout=transformers", f"trainer.run_dir={tmp_path}/plain"]
+    expected = train([*common, *plain, f"model.cache_dir={tmp_path}/cache"], policy_loss=recorded_loss)
+    assert LOSSES == []
+    # The other cache is empty, so the warm start runs here, too.
+    here = [*common, f"trainer.run_dir={tmp_path}/here", f"model.cache_dir={tmp_path}/other"]
+    options = {"policy_loss": recorded_loss, "in_process": True}
+    environ, handlers = dict(os.environ), [signal.getsignal(number) for number in HANDLED]
     with pytest.raises(UserError, match="rollout.ahead=1: choose 0: trainer.ray_address=this_process has one rank"):
-        compose([*common, "trainer.ray_address=this_process", "rollout.ahead=1"])
-    ours, theirs = (
-        train([*common, f"trainer.ray_address={address}", f"trainer.run_dir={tmp_path}/{address}"]).rows
-        for address in ("this_process", "processes")
-    )
-    assert [row["step"] for row in ours] == [0, 1, 2]
-    for one, other in zip(ours, theirs, strict=True):
-        same = {name for name in other if not name.startswith(("time/", "perf/", "journal/"))}
-        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+        train([*here, "rollout.ahead=1"], **options)
+    assert train(here, on_step=lambda metrics: metrics["step"] == 2, **options).status == "stopped"
+    result = train([*here, "trainer.resume_mode=latest"], **options)
+    assert result.status == "finished" and {pid for pid, _ in LOSSES} == {os.getpid()}
+    assert os.environ == environ and [signal.getsignal(number) for number in HANDLED] == handlers
+    assert not torch.distributed.is_initialized()
+    for ours, theirs in zip(result.rows, expected.rows, strict=True):
+        same = {name for name in theirs if not name.startswith(("time/", "perf/", "journal/"))}
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.support.jobs import environment
 from trainer.api.running import PYTHON_RUN
 
 
-def run(directory: Path, *overrides: str, parent: int | None = None):
+def run(directory: Path, *overrides: str, parent: int | None = None, pickles: dict[str, Any] | None = None):
     """The status of the process, its reports, and its output."""
     reading, writing = os.pipe()
     message = {"parent": parent or os.getpid(), "reports": writing, "overrides": list(overrides)}
@@ -26,7 +28,7 @@ def run(directory: Path, *overrides: str, parent: int | None = None):
         env=environment(),
     )
     os.close(writing)
-    output, _ = process.communicate(json.dumps({**message, "asks": False}).encode(), timeout=300)
+    output, _ = process.communicate(pickle.dumps({**message, "pickles": pickles or {}, "asks": False}), timeout=300)
     with open(reading) as file:
         return process.returncode, [json.loads(line) for line in file], output.decode()
 
