@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from tests.support.agents import Policy, runs_of
+from tests.support.episodes import event_loop
 from trainer.agents.call_tree import CallTree
 from trainer.agents.episode import AgentEpisode
 from trainer.agents.requests import Rules
-from trainer.agents.server import AgentServer
+from trainer.agents.server import AgentServer, shared_server
 from trainer.environments import Endpoint
 from trainer.generation.engine import Sampling
 from trainer.models.tiny import TinyShape, build_tiny
@@ -72,7 +74,7 @@ class Served:
 
         def submit(episode: AgentEpisode, turn: Any, request: Any) -> None:
             said = Policy(tokenizer, lambda *_: "a title") if turn.is_side else self.policy
-            server.post(episode.complete, turn, said.complete(request))
+            asyncio.get_running_loop().call_soon(episode.complete, turn, said.complete(request))
 
         self.episode = AgentEpisode(
             CallTree(tokenizer, 200_000), rules, lambda key: turn_seed(1, 1, "0:0", 0, key), submit, server.address
@@ -90,7 +92,8 @@ def tokenizer(tmp_path_factory) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[AgentServer]:
-    with AgentServer("127.0.0.1") as server:
+    with shared_server("127.0.0.1", 0, None) as server:
+        event_loop().run(server.start())
         yield server
 
 
