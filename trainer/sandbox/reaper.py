@@ -76,7 +76,8 @@ def _end_children() -> None:
     """Kill the children until there are none. Children of a killed process become children of this one.
 
     Python's own processes that free the shared memory of others may end by themselves, for a while. Processes that fork
-    faster than they are killed one by one are killed with their groups, which the kernel does at once.
+    faster than they are killed one by one are killed with their groups, which the kernel does at once: so a group with
+    such a process of Python's is spared for that while.
     """
     for attempt in range(1000):
         try:
@@ -84,13 +85,23 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return
+        spared = _groups_of_trackers() if _SINGLE_ATTEMPTS < attempt <= _TRACKER_ATTEMPTS else set()
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if attempt > _TRACKER_ATTEMPTS or not is_tracker(child):
                     child.kill()
-                    if attempt > _SINGLE_ATTEMPTS and (group := os.getpgid(child.pid)) != os.getpgrp():
+                    if attempt > _SINGLE_ATTEMPTS and (group := os.getpgid(child.pid)) not in {os.getpgrp(), *spared}:
                         os.killpg(group, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _groups_of_trackers() -> set[int]:
+    groups = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            if is_tracker(process):
+                groups.add(os.getpgid(process.pid))
+    return groups
 
 
 def is_tracker(process: psutil.Process) -> bool:

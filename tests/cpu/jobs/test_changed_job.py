@@ -30,15 +30,20 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "environment.max_tokens",
     "environment.agent_sampling",
     "algorithm.old_logprobs",
+    "algorithm.teacher.path",
+    "algorithm.teacher.divergence",
+    "algorithm.teacher.beta",
+    "algorithm.teacher.temperature",
     "model.trust_remote_code",
     "reward.url",
+    "reward.model.path",
     "rollout.engine",
     "rollout.top_p",
     "rollout.engine_args",
     "sft.steps",
 }
-"""What makes engines, environments, remote rewards and requests. No saved state takes part, as the names of all saved
-state show."""
+"""What makes engines, environments, remote rewards, frozen models and requests. No saved state takes part, as the names
+of all saved state show."""
 PROVEN_KEYS = {*CHANGES, *ONLY_BUILT_FROM_THE_CONFIG} - {"algorithm.options.max_gen_batches"}
 """Keys that a resume changes with permission, and whose changes the tests of this file prove."""
 

@@ -75,7 +75,7 @@ KEYS = [key for key, *_ in walk_keys(Config())]
         ("trainer.total_step", ["trainer.total_steps"]),
         ("total_step", ["trainer.total_steps"]),
         ("algorithm.total_steps", ["trainer.total_steps"]),
-        ("model_path", ["model.path"]),
+        ("model_path", ["model.path", "reward.model.path"]),
         ("TRAINER.SEED", ["trainer.seed"]),
         ("lr", ["trainer.policy.optimizer.lr", "trainer.critic.optimizer.lr", "sft.optimizer.lr"]),
         ("batch_size", ["sft.batch_size", "trainer.train_batch_size", "trainer.mini_batch_size"]),

@@ -13,6 +13,7 @@ from trainer.data.pairs import load_pairs, read_pair
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.sources.supervised import PairSource
 
 NEWLINE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}\n{% endif %}"
@@ -94,6 +95,20 @@ def test_an_answer_ends_with_one_stop_token_and_both_share_the_tokens_of_the_pro
             assert prompts[0] == prompts[1] and prompts[0].count(tokenizer.bos_token_id or -1) <= 1
     with pytest.raises(UserError, match=r"data.margin_key=by: .*rows.jsonl:1 must have a number there, or null"):
         load(tmp_path, [rows[0] | {"by": "much"}], **keys)
+
+
+PROVEN_KEYS = {"dpo.max_length", "rm.max_length"}
+"""Keys that a resume changes with permission, and whose changes the next test proves."""
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_a_resume_may_change_the_longest_answer_unless_that_changes_a_pair(tmp_path, cuts):
+    rows = [{"prompt": f"{i}?", "chosen": "a" * (8 + 4 * i), "rejected": "b"} for i in range(4)]
+    saved = PairSource(2, [load(tmp_path, rows, 60, cuts)[0]], seed=1)
+    state = saved.state_dict()
+    PairSource(2, [load(tmp_path, rows, 80, cuts)[0]], seed=1).load_state_dict(state)
+    with pytest.raises(UserError, match="data: the .* is not that of the checkpoint"):
+        PairSource(2, [load(tmp_path, rows, 18, cuts)[0]], seed=1).load_state_dict(state)
 
 
 def test_long_answers_are_cut_or_left_out_and_what_cannot_be_compared_is(tmp_path, caplog):

@@ -75,5 +75,7 @@ def test_a_decorator_may_pass_a_method_more_than_it_gets():
 
 
 def test_clients_in_other_processes_find_the_endpoint_in_variables():
-    endpoint = Endpoint("http://x/v1", "key", "policy")
-    assert endpoint.variables == {"OPENAI_BASE_URL": "http://x/v1", "OPENAI_API_KEY": "key"}
+    variables = Endpoint("http://x/v1", "key", "policy").variables
+    assert (variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]) == ("http://x/v1", "key")
+    assert (variables["ANTHROPIC_BASE_URL"], variables["ANTHROPIC_API_KEY"]) == ("http://x", "key")
+    assert variables["ANTHROPIC_SMALL_FAST_MODEL"] == "policy-side"

@@ -132,7 +132,7 @@ def test_no_path_decides_and_every_other_deciding_key_does():
 
 
 def _unused(keys: set[str]) -> set[str]:
-    return {key for key in keys if key.startswith("sft.")}
+    return {key for key in keys if key.startswith(("sft.", "dpo.", "rm."))}
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def model(tmp_path) -> Path:
 CHANGES = [
     ("config.json", CONFIG | {"rms_norm_eps": 1e-05}, "has other values of rms_norm_eps"),
     ("config.json", CONFIG | {"rope_parameters": {"rope_theta": 5e5}}, "has other values of rope_parameters"),
-    ("config.json", CONFIG | {"bos\x1b[2J": 1}, "has other values of bos\\x1b[2J"),
+    ("config.json", CONFIG | {"bos\x1b[2J": 1}, "has other values of bos?[2J"),
     ("config.json", "[1]", "has another content"),
     ("config.json", "not JSON", "has another content"),
     ("generation_config.json", {}, "has other values of eos_token_id"),

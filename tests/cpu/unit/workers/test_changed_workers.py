@@ -25,7 +25,7 @@ from trainer.workers.rank import Rank
 
 GROUPS, PER_GROUP, WIDTH = 4, 2, 16
 ALL = ("weights", "optimizer", "rng")
-TASKS = {"policy": "rl", "critic": "rl", "supervised": "sft"}
+TASKS = {"policy": "rl", "critic": "rl", "supervised": "sft", "dpo": "dpo", "reward model": "rm"}
 OPTIMIZERS = {"policy": "trainer.policy.optimizer", "critic": "trainer.critic.optimizer", "supervised": "sft.optimizer"}
 OWN_KEYS = {"critic": ("lr",), "supervised": ("lr", "scheduler", "warmup_steps", "schedule_steps")}
 """Keys that a role does not share with the policy."""
@@ -53,6 +53,7 @@ CHANGES: dict[str, list[tuple[str, Any, Settings]]] = {
         ("trainer.update_epochs", 2, {}),
         ("trainer.policy.lora.alpha", 64.0, LORA),
         ("trainer.policy.fsdp.param_dtype", "bfloat16", {}),
+        ("trainer.policy.optimizer.options", {"momentum": 0.5}, {"trainer.policy.optimizer.name": "muon"}),
         ("algorithm.policy_loss", "gspo", {}),
         ("algorithm.clip_low", 0.01, {}),
         ("algorithm.clip_high", 0.01, {}),
@@ -62,6 +63,7 @@ CHANGES: dict[str, list[tuple[str, Any, Settings]]] = {
         ("algorithm.kl_coef", 2.0, {}),
         ("algorithm.kl_estimator", "k2", {}),
         ("algorithm.kl_in", "reward", {}),
+        ("algorithm.opd_kl_coef", 2.0, {"algorithm.opd_kl_coef": 0.1}),
         ("algorithm.entropy_coef", 0.5, {}),
         ("rollout.temperature", 0.5, {}),
         ("rollout.max_response_tokens", 99, {"algorithm.aggregation": "seq_mean_token_sum_norm"}),
@@ -72,6 +74,13 @@ CHANGES: dict[str, list[tuple[str, Any, Settings]]] = {
         ("algorithm.options", {"value_clip": 1e-3}, {}),
     ],
     "supervised": [("sft.max_weight", 0.5, {"sft.max_weight": 2.0})],
+    "dpo": [
+        ("dpo.beta", 0.5, {}),
+        ("dpo.loss_type", "ipo", {}),
+        ("dpo.label_smoothing", 0.3, {}),
+        ("dpo.sft_coef", 1.0, {}),
+    ],
+    "reward model": [("rm.center_rewards_coefficient", 1.0, {})],
 }
 CASES = [
     *((role, key, value, before) for role, changes in CHANGES.items() for key, value, before in changes),
@@ -125,12 +134,12 @@ def configured(*changes: Settings) -> Config:
 
 
 def make_batch() -> Batch:
-    """Rows that serve the policy, the critic and supervised training alike; KL, ratios and clips all matter."""
+    """Rows that serve all kinds of training alike; KL, ratios and clips all matter."""
     rng = np.random.default_rng(0)
     size = GROUPS * PER_GROUP
     lengths = rng.integers(8, WIDTH + 1, size)
     mask = (np.arange(WIDTH) >= 4) & (np.arange(WIDTH) < lengths[:, None])
-    noise = rng.normal(size=(5, size, WIDTH)).astype(np.float32) * mask
+    noise = rng.normal(size=(6, size, WIDTH)).astype(np.float32) * mask
     return {
         "input_ids": rng.integers(0, 256, (size, WIDTH)).astype(np.int64),
         "mask": mask.astype(np.float32),
@@ -141,14 +150,17 @@ def make_batch() -> Batch:
         "old_logprobs": (-5.6 + 0.5 * noise[2]) * mask,
         "rollout_logprobs": -5.6 * mask,
         "ref_logprobs": (-5.6 + 0.5 * noise[3]) * mask,
+        "teacher_logprobs": (-5.6 + 0.5 * noise[5]) * mask,
         "values": 0.1 * noise[4],
+        "is_chosen": np.tile(np.asarray([1, 0], np.float32), GROUPS),
+        "margins": np.zeros(size, np.float32),
     }
 
 
 def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
     rank.cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, task=TASKS[role]))
     name = "critic" if role == "critic" else "policy"
-    rank.build(rank.cfg.roles if role == "supervised" else roles(rank.cfg, [name]), path)
+    rank.build(roles(rank.cfg, [name]) if role in ("policy", "critic") else rank.cfg.roles, path)
     worker = rank.roles[name]
     assert isinstance(worker, TrainedWorker)
     return worker
@@ -169,7 +181,8 @@ def fingerprint(worker: TrainedWorker) -> str:
     digest = hashlib.sha256()
     for parameter in worker.module.parameters():
         digest.update(parameter.full_tensor().detach().numpy().tobytes())
-        for name, value in sorted(worker.optimizers.all[0].state.get(parameter, {}).items()):
+        states = [one.state[parameter] for one in worker.optimizers.all if parameter in one.state]
+        for name, value in sorted(item for state in states for item in state.items()):
             digest.update(name.encode() + (value.full_tensor() if name != "step" else value).numpy().tobytes())
     return digest.hexdigest()
 
@@ -177,8 +190,8 @@ def fingerprint(worker: TrainedWorker) -> str:
 def move_state(old: TrainedWorker, new: TrainedWorker) -> None:
     """Give `new` the weights, moments and counter of `old`, and leave it all that its config has set."""
     new.module.load_state_dict(old.module.state_dict())
-    (before,), (after,) = old.optimizers.all, new.optimizers.all
-    after.load_state_dict({**before.state_dict(), "param_groups": after.state_dict()["param_groups"]})
+    for before, after in zip(old.optimizers.all, new.optimizers.all, strict=True):
+        after.load_state_dict({**before.state_dict(), "param_groups": after.state_dict()["param_groups"]})
     new.optimizers.steps = old.optimizers.steps
 
 
