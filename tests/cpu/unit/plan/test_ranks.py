@@ -91,7 +91,7 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     rank.build(roles(rank.cfg, [role]), path)
     worker = rank.roles[role]
     rank.update(role, batch(), 1)  # the states of the optimizer are there now
-    tracker, micro_batches = FSDPMemTracker(worker.module, worker.optimizer), worker.micro_batches
+    tracker, micro_batches = FSDPMemTracker(worker.module, worker.optimizers.all[0]), worker.micro_batches
 
     def taken(take):
         tracker.reset_mod_stats()  # it follows one pass
