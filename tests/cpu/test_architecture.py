@@ -131,7 +131,7 @@ MOST_LINES = {
     "sources generation journal environments agents": (11900, 8500),
     "inference": (1150, 900),
     "rewards": (1100, 900),
-    "sandbox": (1400, 1200),
+    "sandbox": (1410, 1200),
     "objectives algorithms learner workers parallel": (6530, 5400),
     "models": (4950, 3400),
     "checkpoint": (4000, 3200),
