@@ -11,6 +11,9 @@ import numpy as np
 REPLY_MARK = "Reply-7f3a91c4"
 """Stands for a reply in a rendered chat where only the text around it matters. No chat says it."""
 
+MARGIN = "margin"
+"""The term of `Episode.rewards` that says by how much the chosen answer of a pair should win."""
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -82,8 +82,7 @@ class AgentEpisode:
         self._seed_of = seed_of
         self._submit = submit
         self._calls: list[Call] = []
-        self._by_turn: dict[Turn, Call] = {}
-        self._under_way = 0
+        self._under_way: dict[Turn, Call] = {}
         self._idle_since: float | None = None
         self._has_ended = False
 
@@ -137,10 +136,11 @@ class AgentEpisode:
 
     def complete(self, turn: Turn, completion: Completion) -> None:
         """Answer a turn. Its call gets an error if that fails."""
-        call = self._by_turn.pop(turn, None)
+        call = self._under_way.pop(turn, None)
         if call is None or self._has_ended or call.answer.done():
             return
-        self._end_call()
+        if not self._under_way:
+            self._idle_since = time.monotonic()
         try:
             message = self.tree.answer(turn, completion, call.request)
         except Exception as error:
@@ -161,7 +161,7 @@ class AgentEpisode:
     def forget(self) -> None:
         """Free all calls, after the end."""
         assert self._has_ended
-        self._calls, self._by_turn, self._wires = [], {}, {}
+        self._calls, self._under_way, self._wires = [], {}, {}
         self.tree.forget()
 
     def _repeated(self, request: ChatRequest, headers: Mapping[str, str]) -> Call | None:
@@ -184,11 +184,10 @@ class AgentEpisode:
             if error.code == "context_length_exceeded" and not request.is_side:
                 self.limit = "length"
             raise
-        if not turn.is_side and not all(other.is_side for other in self._by_turn):
+        if not turn.is_side and not all(other.is_side for other in self._under_way):
             self.tree.is_sequential = False
-        call = self._by_turn[turn] = Call(request, turn)
+        call = self._under_way[turn] = Call(request, turn)
         self._calls.append(call)
-        self._under_way += 1
         self._idle_since = None
         prompt = turn.prompt_ids
         self._submit(self, turn, Request(prompt, self._seed_of(turn.key), self._sampling(request, len(prompt))))
@@ -202,8 +201,3 @@ class AgentEpisode:
 
     def _sampling(self, request: ChatRequest, prompt: int) -> Sampling:
         return self.rules.sampling.within(request.max_tokens).within(self.rules.max_tokens, prompt)
-
-    def _end_call(self) -> None:
-        self._under_way -= 1
-        if not self._under_way:
-            self._idle_since = time.monotonic()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from trainer.agents.messages import ApiError, ChatMessage
+from trainer.environments.base import side_model
 from trainer.files.documents import nests_deeply
 from trainer.generation.engine import Sampling
 
@@ -69,11 +70,6 @@ class Rules:
     max_turns: int
     max_tokens: int | None = None
 
-    @property
-    def side_model(self) -> str:
-        """Name under which the policy answers requests that are not a part of the task."""
-        return f"{self.model}-side"
-
 
 class Wire(Protocol):
     """An API of the endpoint, for one episode."""
@@ -111,14 +107,14 @@ def parse_request(body: bytes, rules: Rules, wire: Wire) -> ChatRequest:
     digest = xxhash.xxh3_128_hexdigest(json.dumps(own, sort_keys=True).encode())
     given = {name: value for name, value in fields.items() if value is not None}
     model = given.pop("model", None)
-    if model not in (rules.model, rules.side_model):
+    if model not in (rules.model, side_model(rules.model)):
         problem = "the request names no model" if model is None else f"there is no model {model!r:.100}"
         raise ApiError(f"{problem}; the policy is called {rules.model}", "model", "model_not_found")
     request = wire.read(given, rules, digest)
     stream = take_flag(given, "stream")
     _check_sampling(given, rules)
     _check_rest(given, wire)
-    is_side = request.is_side or model == rules.side_model
+    is_side = request.is_side or model == side_model(rules.model)
     return dataclasses.replace(request, stream=stream, is_side=is_side, digest=digest)
 
 

@@ -107,6 +107,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             kind.check_options(**options)
 
 
+def side_model(model: str) -> str:
+    """Return the name under which the policy `model` answers requests that are not a part of the task."""
+    return f"{model}-side"
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where one episode of an agent reaches the policy, with any client of OpenAI or Anthropic, in any process."""
@@ -130,7 +135,7 @@ class Endpoint:
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
-            "ANTHROPIC_SMALL_FAST_MODEL": f"{self.model}-side",
+            "ANTHROPIC_SMALL_FAST_MODEL": side_model(self.model),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         }

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.preferences import DPO_LOSSES, LogRatios, bradley_terry
-from trainer.episodes import Episode
+from trainer.episodes import MARGIN, Episode
 from trainer.objectives.base import GROUP, Experience, LossResult, Objective, Outputs
 from trainer.parallel.batching import Batch, MicroBatch
-
-MARGIN = "margin"
-"""The term of `Episode.rewards` that says by how much the chosen answer should win."""
 
 
 class PairTotals(NamedTuple):

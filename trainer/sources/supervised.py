@@ -13,7 +13,7 @@ from trainer.checkpoint.components import Component
 from trainer.config import SFTConfig
 from trainer.data.ledger import Ledger, MixLedger, SampleIndex
 from trainer.data.pairs import Pair
-from trainer.episodes import Episode, Sample
+from trainer.episodes import MARGIN, Episode, Sample
 from trainer.seeding import permutation
 from trainer.sources.episode_metrics import mix_progress
 
@@ -155,7 +155,7 @@ class PairSource(LedgerSource):
 
 def episodes_of(pair: Pair, group: str, source: str = "") -> list[Episode]:
     """Return the episodes of a pair: the chosen answer has the reward 1, the other one 0."""
-    terms = {"margin": pair.margin}
+    terms = {MARGIN: pair.margin}
     return [
         Episode(f"{group}:{i}", group, [sample], reward=1.0 - i, rewards=terms, source=source)
         for i, sample in enumerate(pair.samples)
