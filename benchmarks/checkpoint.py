@@ -148,7 +148,7 @@ class Measured:
     def rollout(self) -> None:
         started = time.monotonic()
         while True:
-            self.rank.score("policy", "logprobs", self.data)
+            self.rank.compute("policy", "logprobs", self.data)
             over = torch.tensor(float(time.monotonic() - started > self.args.rollout_s))
             dist.all_reduce(over, dist.ReduceOp.MAX)  # all ranks leave together
             if over > 0:

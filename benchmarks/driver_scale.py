@@ -53,7 +53,7 @@ class FakeRank:
         width = share.batch["input_ids"].shape[1]
         if method == "update":
             metrics = {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "kl": 0.0, "clip_frac": 0.0, "entropy": 1.0}
-            first = share.rows[[row for rows in share.parts[0].micro_batches for row in rows]]
+            first = share.rows[[row for rows in share.mini_batches[0].micro_batches for row in rows]]
             return RankUpdate(metrics, first, np.zeros((len(first), width), np.float32), 1000)
         return share.rows, np.zeros((len(share.rows), width), np.float32)
 
@@ -225,7 +225,7 @@ def measure(ranks: int, engines: int, prompts: int, n: int, tokens: int) -> Iter
     requests = [Request(prompt, seed, sampling) for seed in range(prompts * n)]
     yield timed("requests to engines and back", lambda: pool.generate(requests))
     episodes = episodes_of(prompts, n, tokens)
-    yield timed("scores of two roles, advantages", lambda: learner.score(episodes, 1))
+    yield timed("scores of two roles, advantages", lambda: learner.make_experience(episodes, 1))
     experience = results[-1]
     yield timed("update", lambda: learner.update(experience, 1))
     yield timed("the plan and the shares of a batch alone", lambda: plan_of(experience.batch, ranks))

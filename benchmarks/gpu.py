@@ -136,7 +136,7 @@ def measure_passes(rank: Rank, name: str, micro_tokens: int, device: str, peak: 
     tokens, flops = int(batch["lengths"].sum()), forward_flops(worker, batch)
     scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
     for phase, run, cost in (
-        ("log-probs", lambda: rank.score("policy", "logprobs", scored), flops),
+        ("log-probs", lambda: rank.compute("policy", "logprobs", scored), flops),
         ("update", lambda: rank.update("policy", batch, 1), 3 * flops),
     ):
         took = seconds(run, device)

@@ -62,7 +62,7 @@ def measure(cfg: Config, device: str, directory: str, plan: Plan, name: str) -> 
         batch = make_batch(lengths, config_of(name).vocab_size, completion=RESPONSE, group=N)
         scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
         calls: dict[str, Callable[[], Any]] = {
-            "scores": lambda: rank.score("policy", "logprobs", scored),
+            "scores": lambda: rank.compute("policy", "logprobs", scored),
             "update": lambda: rank.update("policy", batch, 1),
         }
         calls["update"]()  # the optimizer has its states

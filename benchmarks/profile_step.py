@@ -165,7 +165,7 @@ def measure(path: str, directory: str, dtype: str, batch: Batch) -> tuple[list[d
         parameters = plain.model.num_parameters()
         del plain
         with one_policy(path, directory, dtype) as rank:
-            logprobs = profiled(lambda: rank.score("policy", "logprobs", scored))
+            logprobs = profiled(lambda: rank.compute("policy", "logprobs", scored))
             now = logprobs, profiled(lambda: rank.update("policy", batch, 1))
     return [before[0], now[0], before[1], now[1]], parameters
 

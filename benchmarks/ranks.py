@@ -111,8 +111,8 @@ class PlannedRank:
 
         def score() -> None:
             for role in roles:
-                if role.scores:
-                    rank.score(role.name, "values" if role.scores == "values" else "logprobs", scored)
+                if role.computes:
+                    rank.compute(role.name, "values" if role.computes == "values" else "logprobs", scored)
 
         def update() -> None:
             for role in reversed(roles):

@@ -57,7 +57,7 @@ def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) ->
         attention = 2 * shape.layers * 64 * shape.heads * float((lengths.astype(float) ** 2).sum())
         flops = 2 * blocks * lengths.sum() + 2 * head * batch["mask"].sum() + attention
         for phase, factor, run in (
-            ("log-probs", 1, lambda: rank.score("policy", "logprobs", scored)),
+            ("log-probs", 1, lambda: rank.compute("policy", "logprobs", scored)),
             ("update", 3, lambda: rank.update("policy", batch, 1)),
         ):
             seconds = cpu_seconds(run, repeat=1)

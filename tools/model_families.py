@@ -189,7 +189,7 @@ def reference(path: str, rows: Sequence[Sequence[int]] | None = None) -> dict[st
 
 
 def logprobs_of(rank: Rank, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-    numbers, values = rank.score("policy", "logprobs", batch_of(rows))
+    numbers, values = rank.compute("policy", "logprobs", batch_of(rows))
     shares: list[Any] = [None] * rank.world_size
     dist.all_gather_object(shares, (numbers, values))
     found = {number: row for rows_of, values in shares for number, row in zip(rows_of, values, strict=True)}

@@ -11,14 +11,14 @@ from typing import Any
 
 from trainer.checkpoint.components import (
     Component,
-    assets_part,
+    assets_component,
+    config_component,
     config_digest,
-    config_part,
-    json_part,
-    models_part,
+    json_component,
+    models_component,
 )
 from trainer.checkpoint.exports import PolicyExports
-from trainer.checkpoint.start_weights import start_weights_part
+from trainer.checkpoint.start_weights import start_weights_component
 from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import format_size
@@ -139,7 +139,7 @@ class Trainer:
             while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                 with self._step() as step:
                     episodes = self.source.next(step)
-                    experience = self.learner.score(episodes, step)
+                    experience = self.learner.make_experience(episodes, step)
                     metrics = self._update(episodes, experience, step)
                     self.source.publish(step + 1)
                 self.save_if_due(self.finish_step(step, episodes, metrics))
@@ -236,20 +236,20 @@ class Trainer:
     # What is saved, when, and what is restored
 
     @cached_property
-    def parts(self) -> list[Component]:
-        """The parts of a checkpoint, in the order in which they are saved and restored."""
+    def components(self) -> list[Component]:
+        """The components of a checkpoint, in the order in which they are saved and restored."""
         adapters = None
         if self.cfg.trainer.policy.lora.rank is not None:
             adapters = partial(self.learner.ranks.call_one, "policy", "adapter_config", self.model_path)
         return [
-            config_part(self.directory.cfg),
-            start_weights_part(self.cfg, self.model_path),
-            json_part("trainer_state", self.state_dict, self.load_state_dict, SHAPE_OF_STATE),
-            json_part("data", self.source.state_dict, self.source.load_state_dict, kinds=("data",)),
-            *self.source.parts(),
-            models_part(self.learner.ranks),
-            assets_part(self.assets, adapters),
-            *([self.directory.run_files.part()] if self.checkpoints.store.keeps_record else []),
+            config_component(self.directory.cfg),
+            start_weights_component(self.cfg, self.model_path),
+            json_component("trainer_state", self.state_dict, self.load_state_dict, SHAPE_OF_STATE),
+            json_component("data", self.source.state_dict, self.source.load_state_dict, kinds=("data",)),
+            *self.source.components(),
+            models_component(self.learner.ranks),
+            assets_component(self.assets, adapters),
+            *([self.directory.run_files.component()] if self.checkpoints.store.keeps_record else []),
         ]
 
     def save_if_due(self, metrics: dict[str, float]) -> None:
@@ -281,7 +281,7 @@ class Trainer:
             "metrics_from": self.tracker.first_step,
         }
         # A checkpoint must not outlive what was logged of its steps.
-        self.saves.begin(self.state.step, self.parts, description, (self.tracker.flush, self.transcripts.flush))
+        self.saves.begin(self.state.step, self.components, description, (self.tracker.flush, self.transcripts.flush))
 
     def load_data(self) -> None:
         """Restore the position in the data before `load_checkpoint` does the rest: other data is refused early.
@@ -291,7 +291,7 @@ class Trainer:
         """
         resume = self.directory.resume
         if resume is not None:
-            chosen = resume.restore.chosen(self.parts, resume.checkpoint)
+            chosen = resume.restore.chosen(self.components, resume.checkpoint)
             inputs = [part for part in chosen if part.name in ("start_weights", "data")]
             self.checkpoints.load(resume.checkpoint, inputs, resume.restore)
             self._data_of = resume.checkpoint.path
@@ -308,8 +308,8 @@ class Trainer:
             checkpoint = resume.checkpoint
             loaded = {"data"} if self._data_of == checkpoint.path else set()
             self._data_of = None
-            parts = [part for part in resume.restore.chosen(self.parts, checkpoint) if part.name not in loaded]
-            self.checkpoints.load(checkpoint, parts, resume.restore)
+            components = [one for one in resume.restore.chosen(self.components, checkpoint) if one.name not in loaded]
+            self.checkpoints.load(checkpoint, components, resume.restore)
             self.saves.last_good = checkpoint.path
             self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
             if resume.restore.fork:

@@ -58,7 +58,7 @@ def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
         expected = weights(worker)
         files = ShardedFiles(f"{directory}/{number}")
         rank.begin_save(["policy"], files)
-        rank.score("policy", "logprobs", batch)
+        rank.compute("policy", "logprobs", batch)
         update(rank, "policy", batch, 2)
         rank.finish_save()
         after = weights(worker)
@@ -103,7 +103,7 @@ def leave_and_save_under_load(rank: Rank, path: str, directory: str) -> None:
         rank.release_memory()
         if rank.device == "cuda":
             torch.full((2**26,), float("nan"), device="cuda")  # others use the memory
-        rank.score("policy", "logprobs", batch)
+        rank.compute("policy", "logprobs", batch)
         rank.finish_save()
         if rank.device == "cuda":
             assert all(map(torch.equal, states(worker), expected))

@@ -108,7 +108,7 @@ def disagreement(rank: Rank, requests, completions) -> float:
     mask = ((columns >= prompts[:, None]) & (columns < lengths[:, None])).astype(np.float32)
     ids = stack_padded(rows, np.int64, lengths.max())
     batch = {"input_ids": ids, "mask": mask, "lengths": lengths, "group_ids": np.arange(len(rows))}
-    order, found = rank.score("policy", "logprobs", batch)
+    order, found = rank.compute("policy", "logprobs", batch)
     logprobs = np.zeros_like(found)
     logprobs[order] = found
     return max(
@@ -132,7 +132,7 @@ def packed_and_alone(rank: Rank, path: str) -> tuple[float, float, float]:
     batch, results = make_batch(), []
     for tokens in (16384, 1, 60):  # all rows packed, each alone, a few packed
         worker.max_tokens = tokens
-        rows, values = rank.score("policy", "logprobs", batch)
+        rows, values = rank.compute("policy", "logprobs", batch)
         ordered = np.zeros_like(values)
         ordered[rows] = values
         results.append(ordered)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.components import Component, Restore, files_part, json_part
+from trainer.checkpoint.components import Component, Restore, files_component, json_component
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles
 from trainer.checkpoint.sharded import ShardedFiles
@@ -29,8 +29,8 @@ def parts_of(state: dict) -> list[Component]:
         state["bytes"] = checkpoint.files.read("weights/shard")
 
     return [
-        json_part("counters", lambda: {"n": state["n"]}, lambda saved: state.update(saved)),
-        files_part("weights", lambda: {"weights/shard": state["bytes"]}, load),
+        json_component("counters", lambda: {"n": state["n"]}, lambda saved: state.update(saved)),
+        files_component("weights", lambda: {"weights/shard": state["bytes"]}, load),
     ]
 
 
@@ -68,7 +68,7 @@ def sharded_parts(state: dict) -> list[Component]:
         ShardedFiles(checkpoint.path).read("policy", tensors)
         state.update(w=tensors["w"], lr=tensors["lr"])
 
-    counter = json_part("trainer_state", lambda: {"n": state["n"]}, lambda saved: state.update(saved))
+    counter = json_component("trainer_state", lambda: {"n": state["n"]}, lambda saved: state.update(saved))
     return [counter, Component("policy", begin, load)]
 
 

@@ -32,7 +32,7 @@ def distilled(
 
 def roles(cfg: Config) -> tuple[RoleSpec, ...]:
     path = str(Path(cfg.model.path or "").with_name("teacher"))
-    return *policy_gradient_roles(cfg), RoleSpec("teacher", path=path, key="teacher", scores="teacher_logprobs")
+    return *policy_gradient_roles(cfg), RoleSpec("teacher", path=path, path_key="teacher", computes="teacher_logprobs")
 
 
 TASK = dataclasses.replace(TASKS["rl"], roles=roles)

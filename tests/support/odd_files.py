@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.runs import OpenRun
-from trainer.checkpoint.components import config_part, json_part
+from trainer.checkpoint.components import config_component, json_component
 from trainer.config import Config
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
@@ -30,11 +30,11 @@ def config(root: Path, **trainer) -> Config:
 
 def open_run(cfg: Config, state: dict) -> OpenRun:
     run = OpenRun(cfg, state)
-    run.parts = [
-        config_part(cfg),
-        json_part("trainer_state", lambda: state, state.update, {"step": int}),
-        json_part("data", lambda: {"position": 1}, lambda _: None),
-        json_part("models", lambda: {"weights": [1.0]}, lambda _: None),
+    run.components = [
+        config_component(cfg),
+        json_component("trainer_state", lambda: state, state.update, {"step": int}),
+        json_component("data", lambda: {"position": 1}, lambda _: None),
+        json_component("models", lambda: {"weights": [1.0]}, lambda _: None),
     ]
     return run
 

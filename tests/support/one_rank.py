@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.odd_files import config
 from tests.support.roles import roles
 from tests.support.runs import OpenRun
-from trainer.checkpoint.components import assets_part, config_part, json_part, models_part
+from trainer.checkpoint.components import assets_component, config_component, json_component, models_component
 from trainer.models.export import model_assets
 from trainer.models.tokenizer import load_tokenizer
 from trainer.workers.rank import Rank
@@ -33,12 +33,12 @@ class OneRank:
 def open_run(rank: Rank, root: str, model: str) -> OpenRun:
     rank.build(roles(rank.cfg, ["policy"]), model)
     run = OpenRun(config(Path(root)))
-    run.parts = [
-        config_part(run.cfg),
-        json_part("trainer_state", lambda: {"step": 1}, lambda _: None),
-        json_part("data", lambda: {"position": 1}, lambda _: None),
-        models_part(OneRank(rank)),  # type: ignore[arg-type]
-        assets_part(model_assets(model, load_tokenizer(model))),
+    run.components = [
+        config_component(run.cfg),
+        json_component("trainer_state", lambda: {"step": 1}, lambda _: None),
+        json_component("data", lambda: {"position": 1}, lambda _: None),
+        models_component(OneRank(rank)),  # type: ignore[arg-type]
+        assets_component(model_assets(model, load_tokenizer(model))),
     ]
     return run
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.algorithms.aggregation import masked
-from trainer.checkpoint.components import Component, json_part
+from trainer.checkpoint.components import Component, json_component
 from trainer.config import Config, OptimizerConfig, RoleSpec, policy_role, reference_role
 from trainer.data.ledger import Ledger, SampleIndex
 from trainer.episodes import Episode, Sample
@@ -81,11 +81,11 @@ class PairSource(LedgerSource):
         super().commit(step)
         self.number = zlib.crc32(f"{self.number} {step}".encode())
 
-    def parts(self) -> list[Component]:
+    def components(self) -> list[Component]:
         def load(state: dict) -> None:
             self.number = state["number"]
 
-        return [json_part("pairs", lambda: {"number": self.number}, load, {"number": int}, kinds=("data",))]
+        return [json_component("pairs", lambda: {"number": self.number}, load, {"number": int}, kinds=("data",))]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -130,7 +130,7 @@ def roles_with_second(cfg: Config) -> tuple[RoleSpec, ...]:
         trained=True,
         saved=True,
         optimizer=OptimizerConfig(lr=3e-4),
-        scores="second_logprobs",
+        computes="second_logprobs",
         updates_per_step=policy.updates_per_step,
     )
     return policy, second, reference

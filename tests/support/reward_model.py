@@ -24,7 +24,7 @@ from trainer.tasks import Ingredients, Task, rl
 def roles(cfg: Config) -> tuple[RoleSpec, ...]:
     """The reward model is in the directory `judge` beside that of the policy."""
     path = os.path.join(os.path.dirname(cfg.model.path), "judge")
-    return *policy_gradient_roles(cfg), RoleSpec("judge", path, SCORE, key="judge")
+    return *policy_gradient_roles(cfg), RoleSpec("judge", path, SCORE, path_key="judge")
 
 
 def scorer(given: Ingredients) -> RankScorer:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.config import set_value
-from trainer.checkpoint.components import Component, config_digest, config_part, json_part
+from trainer.checkpoint.components import Component, config_component, config_digest, json_component
 from trainer.config import Config
 from trainer.data.rollout_io import read_lines
 from trainer.metrics.tracker import read_metrics
@@ -25,10 +25,10 @@ class OpenRun:
         self.cfg = cfg
         self.state = state if state is not None else {}
         self.directory = RunDirectory(cfg)
-        self.parts: list[Component] = [
-            config_part(cfg),
-            json_part("trainer_state", lambda: self.state, self.state.update),
-            json_part("data", lambda: {"position": self.state["step"]}, lambda _: None, kinds=("data",)),
+        self.components: list[Component] = [
+            config_component(cfg),
+            json_component("trainer_state", lambda: self.state, self.state.update),
+            json_component("data", lambda: {"position": self.state["step"]}, lambda _: None, kinds=("data",)),
         ]
 
     def __enter__(self) -> OpenRun:
@@ -55,13 +55,13 @@ class OpenRun:
             "parent": self.directory.lineage or None,
             "metrics_from": next((row["step"] for row in read_metrics(self.directory.metrics_file)), None),
         }
-        checkpoints.save(step, self.parts, description)
+        checkpoints.save(step, self.components, description)
         checkpoints.wait()
 
     def load(self) -> None:
         """Restore what the run directory has found."""
         checkpoint, restore = self.resume.checkpoint, self.resume.restore
-        self.directory.checkpoints.load(checkpoint, restore.chosen(self.parts, checkpoint), restore)
+        self.directory.checkpoints.load(checkpoint, restore.chosen(self.components, checkpoint), restore)
 
 
 def a_run(root: Path, steps: Sequence[int] = (1, 2), **trainer: Any) -> None:
@@ -99,7 +99,7 @@ def _merged(changes: tuple[Settings, ...]) -> Settings:
 def opened(cfg: Config) -> OpenRun:
     """A run of `cfg`, with a part that stands for its models."""
     run = OpenRun(cfg, {"step": 0})
-    run.parts.append(json_part("models", dict, lambda _: None))
+    run.components.append(json_component("models", dict, lambda _: None))
     return run
 
 

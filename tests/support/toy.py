@@ -95,7 +95,7 @@ class ToyLearner:
     def profiled(self, step: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def score(self, episodes: Any, step: int) -> Experience:
+    def make_experience(self, episodes: Any, step: int) -> Experience:
         drawn = np.asarray([float(episode.samples[0].token_ids[0]) for episode in episodes])
         return Experience({"drawn": drawn}, {})
 

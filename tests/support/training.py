@@ -73,8 +73,8 @@ def train_two_steps(rank: Rank, path: str, out: str | None = None, shares_prompt
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     if out:
         rank.call("policy", "write_weights", out, "float32")
-    rows, logprobs = rank.score("policy", "logprobs", batch)
-    _, values = rank.score("critic", "values", batch)
+    rows, logprobs = rank.compute("policy", "logprobs", batch)
+    _, values = rank.compute("critic", "values", batch)
     return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "values": values}
 
 
@@ -168,7 +168,7 @@ def train_with_offloading(rank: Rank, path: str, directory: str) -> dict:
     rank.begin_save(["policy", "critic"], ShardedFiles(directory))
     rank.release_memory()  # it waits until the save has copied the states
     rank.finish_save()
-    logprobs = rank.score("policy", "logprobs", batch)[1]
+    logprobs = rank.compute("policy", "logprobs", batch)[1]
     rank.release_memory()
     metrics += [update(rank, role, batch, 2) for role in ("critic", "policy")]
     return {"metrics": metrics, "logprobs": float(np.abs(logprobs).sum()), "held": held}
@@ -178,11 +178,11 @@ def left_after_scores(rank: Rank, path: str) -> tuple[list[str], int]:
     """What scores leave on the device when engines get the memory: gathered parameters, and bytes on a GPU."""
     rank.cfg.trainer.policy.fsdp.reshard_after_forward = False
     rank.build(roles(rank.cfg, ["policy", "reference"]), path)
-    rank.score("reference", "logprobs", make_batch())
+    rank.compute("reference", "logprobs", make_batch())
     rank.release_memory()  # kernels have their workspaces now
     before = torch.cuda.memory_allocated() if rank.device == "cuda" else 0
     for role in ("policy", "reference"):
-        rank.score(role, "logprobs", make_batch())
+        rank.compute(role, "logprobs", make_batch())
     rank.release_memory()
     grown = torch.cuda.memory_allocated() - before if rank.device == "cuda" else 0
     parameters = [

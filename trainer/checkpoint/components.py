@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: each saves and restores one kind of state."""
+"""The components of a checkpoint: each saves and restores one kind of state."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Restore:
     added_steps: Mapping[str, int] = field(default_factory=dict)
     """The optimizer steps by which the learning rate schedule of each role moves (see `compatibility.added_steps`)."""
 
-    def chosen(self, parts: Sequence[Component], checkpoint: Checkpoint) -> list[Component]:
-        """Return the parts that hold state to restore. Parts of another kind of run may be missing."""
-        chosen = [part for part in parts if self.kinds.intersection(part.kinds)]
+    def chosen(self, components: Sequence[Component], checkpoint: Checkpoint) -> list[Component]:
+        """Return the components that hold state to restore. Those of another kind of run may be missing."""
+        chosen = [one for one in components if self.kinds.intersection(one.kinds)]
         saved = checkpoint.manifest["parts"]
-        for part in chosen:
-            if part.if_missing and part.name not in saved:
-                LOG.info("%s %s", checkpoint.path, part.if_missing)
-        return [part for part in chosen if part.if_missing is None or part.name in saved]
+        for component in chosen:
+            if component.if_missing and component.name not in saved:
+                LOG.info("%s %s", checkpoint.path, component.if_missing)
+        return [one for one in chosen if one.if_missing is None or one.name in saved]
 
 
 def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
@@ -64,17 +64,17 @@ class Component:
     if_missing: str | None = None
     """What the log says of a checkpoint without it, which is then accepted. None: such a checkpoint is refused."""
     is_large: bool = False
-    """Restored last, and only if every other part accepts its state."""
+    """Restored last, and only if every other component accepts its state."""
 
 
-def files_part(
+def files_component(
     name: str,
     content: Callable[[], dict[str, bytes]],
     load: Callable[[Checkpoint, Restore], None] = _load_nothing,
     kinds: Collection[str] = ("state",),
     if_missing: str | None = None,
 ) -> Component:
-    """Make a part of small files: `content()` returns their bytes by path below the checkpoint."""
+    """Make a component of small files: `content()` returns their bytes by path below the checkpoint."""
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
         files = content()
@@ -87,20 +87,20 @@ def files_part(
     return Component(name, begin, load, kinds, if_missing)
 
 
-def json_part(
+def json_component(
     name: str,
     state: Callable[[], dict],
     restore: Callable[[dict], None],
     shape: ObjectShape | None = None,
     kinds: Collection[str] = ("state",),
 ) -> Component:
-    """Make a part that is saved as `{name}.json`.
+    """Make a component that is saved as `{name}.json`.
 
     Args:
         shape: the shape of the state; a file of another shape is refused.
     """
     file = f"{name}.json"
-    return files_part(
+    return files_component(
         name,
         lambda: {file: json.dumps(state(), indent=2, sort_keys=True).encode()},
         lambda checkpoint, _: restore(read_object(checkpoint, file, shape)),
@@ -108,9 +108,9 @@ def json_part(
     )
 
 
-def config_part(cfg: Config) -> Component:
-    """Make the part that holds the resolved config, without secrets."""
-    return files_part("config", lambda: {CONFIG_FILE: config_yaml(cfg)}, kinds=LOAD_COMPONENTS)
+def config_component(cfg: Config) -> Component:
+    """Make the component that holds the resolved config, without secrets."""
+    return files_component("config", lambda: {CONFIG_FILE: config_yaml(cfg)}, kinds=LOAD_COMPONENTS)
 
 
 def config_yaml(cfg: Config) -> bytes:
@@ -146,8 +146,8 @@ class SavingRanks(Protocol):
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None: ...
 
 
-def models_part(ranks: SavingRanks) -> Component:
-    """Make the part that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
+def models_component(ranks: SavingRanks) -> Component:
+    """Make the component that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
         finish = ranks.begin_save(ShardedFiles(staging.path))
@@ -165,8 +165,8 @@ def models_part(ranks: SavingRanks) -> Component:
     return Component("models", begin, load, kinds=_OF_RANKS, is_large=True)
 
 
-def assets_part(assets: Mapping[str, bytes], adapter_config: Callable[[], str] | None = None) -> Component:
-    """Make the part that holds the policy's config and tokenizer, in Hugging Face format.
+def assets_component(assets: Mapping[str, bytes], adapter_config: Callable[[], str] | None = None) -> Component:
+    """Make the component that holds the policy's config and tokenizer, in Hugging Face format.
 
     Args:
         assets: see `trainer.models.export.model_assets`.
@@ -179,7 +179,7 @@ def assets_part(assets: Mapping[str, bytes], adapter_config: Callable[[], str] |
             files[ADAPTER_CONFIG] = adapter_config().encode()
         return {f"policy/huggingface/{name}": data for name, data in files.items()}
 
-    return files_part("huggingface", content, kinds=())
+    return files_component("huggingface", content, kinds=())
 
 
 def is_allowed(key: str, allowed: Collection[str]) -> bool:

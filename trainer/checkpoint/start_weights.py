@@ -1,4 +1,4 @@
-"""The part of a checkpoint that names what the model directories gave to the run, so that a resume finds the same."""
+"""The component of a checkpoint that names what model directories gave to the run, so that a resume finds the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from trainer.checkpoint.components import Component, Restore, files_part, is_allowed
+from trainer.checkpoint.components import Component, Restore, files_component, is_allowed
 from trainer.checkpoint.manifest import Checkpoint, read_object
 from trainer.config import Config
 from trainer.errors import UserError, as_list
@@ -29,8 +29,8 @@ _SMALL_MODEL_BYTES = 1 << 30
 _SAME_EMBEDDED = "give data and model.tiny.start_accuracy as in that run, so that the built-in model is the same"
 
 
-def start_weights_part(cfg: Config, model_path: str) -> Component:
-    """Make the part that holds fingerprints of the base weights, and the content of the model's other files.
+def start_weights_component(cfg: Config, model_path: str) -> Component:
+    """Make the component that holds fingerprints of the base weights, and the content of the model's other files.
 
     Checkpoints of LoRA runs, and of runs with a frozen reference, do not contain the base weights, so a resume must
     find the same files. The other files act on every run. The files are read on a thread while the ranks start. The
@@ -74,13 +74,13 @@ def start_weights_part(cfg: Config, model_path: str) -> Component:
         if refused:
             raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
 
-    return files_part("start_weights", content, load, ("weights",))
+    return files_component("start_weights", content, load, ("weights",))
 
 
 def _path_names(cfg: Config) -> dict[str, str]:
     """Return the directories and ids that the config names for initial weights, by the keys that name them."""
     names = {} if cfg.model.path is None else {"model.path": cfg.model.path}
-    return names | {role.key: role.path for role in cfg.roles if role.path is not None}
+    return names | {role.path_key: role.path for role in cfg.roles if role.path is not None}
 
 
 def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
@@ -89,7 +89,7 @@ def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
     They are those with which the run still computes. A fork may replace a model that checkpoints do not hold.
     """
     roles = [role for role in cfg.roles if role.needs_initial_weights and (role.saved or not fork)]
-    return list(dict.fromkeys(role.key for role in roles))
+    return list(dict.fromkeys(role.path_key for role in roles))
 
 
 def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:

@@ -43,7 +43,7 @@ INPUTS = {
     ESTIMATOR: ("values", "baselines", "old_logprobs", "ref_logprobs", "rollout_logprobs", TEACHER_LOGPROBS),
     LOSS: ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids", TEACHER_LOGPROBS),
 }
-"""Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `scores` of roles."""
+"""Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `computes` of roles."""
 OPTION_KEYS: dict[str, tuple[str, ...]] = {ESTIMATOR: (), LOSS: ("clip_low", "clip_high", "aggregation")}
 """The keys of the schema that are options of the functions that a key chooses."""
 GIVEN = {

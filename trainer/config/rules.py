@@ -109,7 +109,7 @@ def check_trainer(config: Config) -> Rules:
     yield t.load_components and not forks, "trainer.load_components", problem
     yield not _is_time(t.deadline), "trainer.deadline", "must be a time such as 2026-11-21T18:00"
     for name in t.allow_config_change:
-        if not is_name(name) and name not in [role.key for role in config.roles]:
+        if not is_name(name) and name not in [role.path_key for role in config.roles]:
             yield True, "trainer.allow_config_change", no_such_key(name)
 
 

@@ -48,11 +48,11 @@ class RoleSpec:
     """Of a trained role."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters of a trained role."""
-    scores: str = ""
+    computes: str = ""
     """Name of the array that the role computes for each step before the update, such as `ref_logprobs`. Empty: none."""
     section: str = ""
     """The config section of `sharding` and `lora`, for messages. Empty: the task sets them itself."""
-    key: str = POLICY_KEY
+    path_key: str = POLICY_KEY
     """Names `path`: a config key, or a name of its own. Resumes compare its weights with those of the first start under
     this name, and `trainer.allow_config_change` takes it."""
     skipped_steps: int = 0
@@ -67,10 +67,10 @@ class RoleSpec:
     """The trained role whose update reads the distributions of this one over the vocabulary. Empty: none."""
 
     def __post_init__(self) -> None:
-        if self.path is not None and self.key == POLICY_KEY:  # a resume would compare the policy's weights instead
+        if self.path is not None and self.path_key == POLICY_KEY:  # a resume would compare the policy's weights instead
             raise UserError(
-                f"the role {self.name} has a path of its own, so it needs a key of its own: RoleSpec({self.name!r}, "
-                f"path=..., key={self.name!r})"
+                f"the role {self.name} has a path of its own, so it needs a path_key of its own: "
+                f"RoleSpec({self.name!r}, path=..., path_key={self.name!r})"
             )
         if self.trained and self.optimizer is None:
             raise UserError(
@@ -147,9 +147,9 @@ def critic_role(config: Config) -> RoleSpec:
         sharding=policy.fsdp,
         optimizer=like_policy(config, critic.optimizer),
         lora=policy.lora,
-        scores="values",
+        computes="values",
         updates_per_step=_updates_per_step(config),
-        key=POLICY_KEY if critic.path is None else "trainer.critic.path",
+        path_key=POLICY_KEY if critic.path is None else "trainer.critic.path",
     )
 
 
@@ -165,7 +165,7 @@ def reference_role(config: Config, moves: bool = True) -> RoleSpec:
     return RoleSpec(
         "reference",
         saved=is_copied,
-        scores="ref_logprobs",
+        computes="ref_logprobs",
         section="trainer.policy",
         sharding=t.policy.fsdp,
         sync_interval=interval if is_copied else None,
@@ -182,7 +182,7 @@ def teacher_role(config: Config) -> RoleSpec:
         scores=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
         section="trainer.policy",
         sharding=config.trainer.policy.fsdp,
-        key=TEACHER_KEY,
+        path_key=TEACHER_KEY,
         read_by="policy" if a.vocabulary_divergence is not None else "",
     )
 
@@ -198,12 +198,12 @@ def check_roles(roles: Sequence[RoleSpec]) -> None:
     for role, other in itertools.combinations(roles, 2):
         if role.name == other.name:
             raise UserError(f"two roles of the task have the name {role.name}; give them different names")
-        if role.scores and role.scores == other.scores:
-            raise UserError(f"the roles {role.name} and {other.name} both compute {role.scores}; rename one")
-        if role.key == other.key and role.path != other.path:
+        if role.computes and role.computes == other.computes:
+            raise UserError(f"the roles {role.name} and {other.name} both compute {role.computes}; rename one")
+        if role.path_key == other.path_key and role.path != other.path:
             raise UserError(
                 f"the roles {role.name} and {other.name} have different paths, {role.path} and {other.path}, and one "
-                f"key, {role.key}; a resume compares their weights by the key, so give each its own"
+                f"key, {role.path_key}; a resume compares their weights by the key, so give each its own"
             )
 
 
@@ -224,7 +224,7 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
         roles.append(reference_role(config))
     if (path := config.reward_model) is not None:
         key, fsdp = "reward.model.path", config.trainer.policy.fsdp
-        roles.append(RoleSpec(REWARD_MODEL, path, SCORE, section="trainer.policy", sharding=fsdp, key=key))
+        roles.append(RoleSpec(REWARD_MODEL, path, SCORE, section="trainer.policy", sharding=fsdp, path_key=key))
     if config.algorithm.teacher.path is not None:
         roles.append(teacher_role(config))
     return tuple(roles)

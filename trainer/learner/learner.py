@@ -25,8 +25,8 @@ from trainer.parallel.profiling import step_directory
 from trainer.process.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)
-_SCORED = ("input_ids", "mask", "lengths", "group_ids")
-"""Arrays of a batch that a role reads to score it."""
+_INPUTS = ("input_ids", "mask", "lengths", "group_ids")
+"""Arrays of a batch that a role reads to compute another."""
 
 
 class Learner:
@@ -86,39 +86,39 @@ class Learner:
         self.ranks.stop_profile()
         LOG.info("step %d is profiled: %s", step, directory)
 
-    def score(self, episodes: Sequence[Episode], step: int) -> Experience:
+    def make_experience(self, episodes: Sequence[Episode], step: int) -> Experience:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""
         failpoint("sampled")
         batch = batch_of(episodes, step)
-        experience = self.objective.experience(episodes, self._add_scores(batch, step))
+        experience = self.objective.experience(episodes, self._add_arrays(batch, step))
         return dataclasses.replace(experience, sampled=batch["mask"])
 
-    def _add_scores(self, batch: Batch, step: int) -> Batch:
-        """Return `batch` with what the roles compute before the update (see `Objective.scores`)."""
+    def _add_arrays(self, batch: Batch, step: int) -> Batch:
+        """Return `batch` with what the roles compute before the update (see `Objective.computes`)."""
         size = len(batch["lengths"])
-        scores = self.objective.scores(batch, step)
-        chosen = [(score, np.arange(size) if score.rows is None else score.rows) for score in scores]
-        chosen = [(score, rows) for score, rows in chosen if len(rows)]
-        passes = [(score.role, len(rows) / size) for score, rows in chosen if score.output == "logprobs"]
+        computations = self.objective.computes(batch, step)
+        chosen = [(one, np.arange(size) if one.rows is None else one.rows) for one in computations]
+        chosen = [(one, rows) for one, rows in chosen if len(rows)]
+        passes = [(one.role, len(rows) / size) for one, rows in chosen if one.output == "logprobs"]
         self._forward_passes = sum(share * self.ranks.relative_sizes[role] for role, share in passes)
         if not chosen:
             return batch
-        inputs = {name: batch[name] for name in _SCORED}
+        inputs = {name: batch[name] for name in _INPUTS}
         found = {}
         with self.timer("logprob"):
             stored = StoredBatch(self.cluster, inputs, *self._divided(batch, step))
-            for score, rows in chosen:
+            for one, rows in chosen:
                 if len(rows) == size:
-                    found[score.name] = self.ranks.score(score.role, score.output, stored)
+                    found[one.name] = self.ranks.compute(one.role, one.output, stored)
                     continue
                 array, some = np.zeros(batch["mask"].shape, np.float32), StoredBatch(self.cluster, select(inputs, rows))
-                array[rows] = self.ranks.score(score.role, score.output, some)
-                found |= {score.name: array, f"has_{score.name}": np.isin(np.arange(size), rows)}
+                array[rows] = self.ranks.compute(one.role, one.output, some)
+                found |= {one.name: array, f"has_{one.name}": np.isin(np.arange(size), rows)}
         return batch | found
 
     def _divided(self, batch: Batch, step: int) -> tuple[Sequence[np.ndarray] | None, bool]:
-        """Return how `StoredBatch` divides a batch that is scored: its mini-batches, and whether it keeps groups."""
-        if not self.objective.scores_as_updated:
+        """Return how `StoredBatch` divides a batch before the update: its mini-batches, and whether it keeps groups."""
+        if not self.objective.computes_as_updated:
             return None, False
         mini_batches = self.objective.mini_batches(batch, step)  # of each epoch
         first = mini_batches[: len(mini_batches) // self.cfg.trainer.update_epochs]
@@ -183,8 +183,8 @@ class Learner:
         if objective.reads_old_logprobs:
             raise NotImplementedError(f"{type(objective).__name__} has no loss of rows that nobody sampled")
         keeps_groups = objective.unit == GROUP
-        stored = StoredBatch(self.cluster, {name: batch[name] for name in _SCORED}, None, keeps_groups)
-        scored = {one.name: self.ranks.score(one.role, one.output, stored) for one in objective.scores(batch, 0)}
+        stored = StoredBatch(self.cluster, {name: batch[name] for name in _INPUTS}, None, keeps_groups)
+        scored = {one.name: self.ranks.compute(one.role, one.output, stored) for one in objective.computes(batch, 0)}
         batch = objective.experience(episodes, batch | scored).batch
         stored = StoredBatch(self.cluster, batch, None, keeps_groups)
         return self.ranks.evaluate(stored, objective.totals("policy", batch), objective.numbers())
@@ -196,7 +196,7 @@ class Learner:
         it. Without such a token it is that after the last one.
         """
         batch = build_batch(samples)
-        scores = self.ranks.score(role, "values", StoredBatch(self.cluster, batch))
+        scores = self.ranks.compute(role, "values", StoredBatch(self.cluster, batch))
         columns = np.arange(batch["mask"].shape[1])
         last = ((batch["mask"] > 0) * columns).max(axis=1)
         last = np.where((batch["mask"] > 0).any(axis=1), last, batch["lengths"] - 1)
@@ -208,7 +208,7 @@ class Learner:
         It would: if each token is the likeliest one after those before it, greedy decoding chooses them one by one.
         """
         batch = build_batch(samples)
-        chosen = self.ranks.score("policy", "is_likeliest", StoredBatch(self.cluster, batch)) > 0
+        chosen = self.ranks.compute("policy", "is_likeliest", StoredBatch(self.cluster, batch)) > 0
         return float((chosen | (batch["mask"] == 0)).all(axis=1).mean())
 
     def restart(self, model_path: str) -> None:

@@ -50,7 +50,7 @@ class StoredBatch:
     """A batch whose shares are stored for the ranks. Roles whose micro-batches have the same limits have one copy.
 
     Args:
-        mini_batches: the rows of each. None: the batch is scored as a whole.
+        mini_batches: the rows of each. None: the batch is computed as a whole.
         keeps_groups: no micro-batch has a part of a group.
     """
 
@@ -125,7 +125,7 @@ class TrainWorkers:
     def begin(self, model_path: str) -> Callable[[], None]:
         """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
         connected = self.policy.start("connect", self.cluster.rendezvous_address(self.policy))
-        paths = {name: spec.path and resolve_model_path(spec.path, spec.key) for name, spec in self.roles.items()}
+        paths = {name: spec.path and resolve_model_path(spec.path, spec.path_key) for name, spec in self.roles.items()}
         specs = [dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()]
         built = self.policy.start("build", specs, model_path)
 
@@ -151,7 +151,7 @@ class TrainWorkers:
         """Begin `method` on all ranks of `role`; `result()` waits for it."""
         return self.policy.start("call", role, method, *args, **kwargs)
 
-    def score(self, role: str, output: str, batch: StoredBatch) -> np.ndarray:
+    def compute(self, role: str, output: str, batch: StoredBatch) -> np.ndarray:
         """Return the `output` `(B, T)` of a role for a batch: `logprobs`, `values` or `is_likeliest`."""
         return _assemble(self._call_shares(role, output, batch), batch.shape)
 

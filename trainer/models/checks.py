@@ -35,8 +35,8 @@ def check_trained_models(cfg: Config) -> None:
     """
     for role in cfg.roles:
         if (path := role.path or cfg.model.path) is not None:
-            path = resolve_model_path(path, role.key)
-            config = load_trained_config(cfg.model, path, role.key, cfg.longest_row)
+            path = resolve_model_path(path, role.path_key)
+            config = load_trained_config(cfg.model, path, role.path_key, cfg.longest_row)
             check_head(config, role, path, cfg.model.trust_remote_code)
 
 
@@ -51,10 +51,10 @@ def check_axes(cfg: Config, model_path: str) -> None:
     """
     if not any(size > 1 and name in PROBLEMS for name, size in axis_sizes(cfg.trainer).items()):
         return
-    for role in {role.key: role for role in reversed(cfg.roles)}.values():
-        path = resolve_model_path(role.path, role.key) if role.path else model_path
+    for role in {role.path_key: role for role in reversed(cfg.roles)}.values():
+        path = resolve_model_path(role.path, role.path_key) if role.path else model_path
         name = "the model" if role.path is None else f"the {role.name}"
-        check_model_axes(cfg, load_config(cfg.model, path, role.key).get_text_config(), name)
+        check_model_axes(cfg, load_config(cfg.model, path, role.path_key).get_text_config(), name)
 
 
 def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
@@ -157,7 +157,7 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: one has not.
     """
-    others = {role.key: role for role in cfg.roles if role.path is not None}
+    others = {role.path_key: role for role in cfg.roles if role.path is not None}
     if not others:
         return
     tokens = _vocab_size(load_config(cfg.model, model_path))

@@ -30,9 +30,9 @@ def check_head(config: PretrainedConfig, spec: RoleSpec, path: str, trust_remote
         UserError: a language model is a reward model there; or a score head is trained on a family without a class.
     """
     if spec.head == LM:
-        refuse_classifier(config.architectures, f"{spec.key}={path}")
+        refuse_classifier(config.architectures, f"{spec.path_key}={path}")
     if spec.head == SCORE and spec.trained:
-        classifier_class(config, f"{spec.key}={path}", trust_remote_code)
+        classifier_class(config, f"{spec.path_key}={path}", trust_remote_code)
 
 
 def refuse_classifier(architectures: Any, named: str) -> None:

@@ -107,11 +107,11 @@ def load_model(
         longest: most tokens of a sequence. None: the model knows the positions of all.
     """
     empty_model = empty_causal_lm if spec.head == LM else empty_value_model
-    config = load_trained_config(model, path, spec.key, longest)
+    config = load_trained_config(model, path, spec.path_key, longest)
     check_head(config, spec, path, model.trust_remote_code)
     module, backbone = empty_model(model, config, layout.sizes, spec, pack)
     if longest is not None:
-        check_position_table(module, longest, f"{spec.key}={path}")
+        check_position_table(module, longest, f"{spec.path_key}={path}")
     return _shard_and_fill(module, backbone, model, path, layout, spec, seed)
 
 
@@ -125,7 +125,7 @@ def empty_causal_lm(
         sizes: sizes of the layout's axes.
         pack: `trainer.pack`.
     """
-    lm = _empty_lm(model, config, sizes, spec.key, pack)
+    lm = _empty_lm(model, config, sizes, spec.path_key, pack)
     if not spec.trained:
         lm.requires_grad_(False)
     if spec.has_adapters:
@@ -137,7 +137,7 @@ def empty_value_model(
     model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
 ) -> tuple[nn.Module, str]:
     """Return the same backbone with a value head (see `empty_causal_lm`)."""
-    lm = _empty_lm(model, config, sizes, spec.key, pack)
+    lm = _empty_lm(model, config, sizes, spec.path_key, pack)
     with init_empty_weights(include_buffers=False):
         value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
     keep_file_format(value_model, lm)
@@ -271,18 +271,18 @@ def _shard_and_fill(
     try:
         found = weight_shapes(path)
     except ValueError as error:
-        raise UserError(f"{spec.key}={path}: {error}") from error
+        raise UserError(f"{spec.path_key}={path}: {error}") from error
     is_given = f"{SCORE_HEAD}weight" in found or is_classifier(module.config.architectures)
     names = _names_in_files(module, has_score=not spec.trained or spec.head == SCORE and is_given)
     if set(names) <= set(found):
         tensors = module.state_dict()
         state = {file_name: tensors[name] for file_name, name in names.items()}
-        _check_shapes(f"{spec.key}={path}", state, {name: shape for name, (_, shape) in found.items()})
+        _check_shapes(f"{spec.path_key}={path}", state, {name: shape for name, (_, shape) in found.items()})
         reader = HuggingFaceStorageReader(path)
         reader.fs = _Files({file for file, _ in found.values()})
         dcp.load(state, storage_reader=reader)
     else:
-        _scatter_from_rank0(module, model, path, spec.key, names)
+        _scatter_from_rank0(module, model, path, spec.path_key, names)
     return module
 
 

@@ -133,7 +133,7 @@ def check_model(
         if layout.is_main_rank:
             keep_verdict(file, verdict)
     if verdict.problem and model.check == "refuse":
-        raise UserError(f"{spec.key}={path}: {verdict.problem}; model.check=accept trains it nevertheless")
+        raise UserError(f"{spec.path_key}={path}: {verdict.problem}; model.check=accept trains it nevertheless")
     return verdict
 
 
@@ -151,7 +151,7 @@ def _everywhere(function: Callable[[], Any]) -> Any:
 def _compare(
     model: ModelConfig, module: nn.Module, path: str, spec: RoleSpec, pack: bool, longest: int | None
 ) -> Verdict:
-    config = load_trained_config(model, path, spec.key, longest)
+    config = load_trained_config(model, path, spec.path_key, longest)
     ids = _ids_of(config, longest)
     verdict = Verdict()
     own: PreTrainedModel | None = None
@@ -444,7 +444,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 def _subject(model: ModelConfig, own: PreTrainedModel, spec: RoleSpec, pack: bool) -> nn.Module:
     """Return a part of the model as ranks build it, with the weights of `own`."""
-    role = RoleSpec(spec.name, key=spec.key)
+    role = RoleSpec(spec.name, path_key=spec.path_key)
     lm, _ = empty_causal_lm(model, own.config, {"cp": 1, "tp": 1}, role, pack)
     lm.load_state_dict(own.state_dict(), assign=True, strict=False)
     lm.tie_weights()

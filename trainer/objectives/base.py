@@ -22,7 +22,7 @@ ROW, GROUP = "row", "group"
 
 
 @dataclass(frozen=True)
-class Score:
+class Computation:
     """An array `(B, T)` that a role computes for the rows of a step, before the update."""
 
     name: str
@@ -64,7 +64,7 @@ LossResult = tuple[Tensor, dict[str, Tensor]]
 class Objective:
     """What a run optimises. The driver and every rank build one from the same config.
 
-    A subclass says what is computed before the update (`scores`), what the ranks train on (`experience`), and the
+    A subclass says what is computed before the update (`computes`), what the ranks train on (`experience`), and the
     `loss` on the ranks. Its task says which models there are (`TaskSpec.roles`). The loop, the ranks and the
     checkpoints know no objective by its name.
     """
@@ -76,7 +76,7 @@ class Objective:
     reads_old_logprobs = False
     """The loss of the policy reads `old_logprobs`. Where the batch has none, the first optimizer step of the policy
     takes the log-probs of its own forward pass, whose weights are still the old ones."""
-    scores_as_updated = False
+    computes_as_updated = False
     """What is computed before the update is computed in the micro-batches of the update, so that a role with the
     policy's weights gives the numbers of the policy to the last bit."""
     extremes: Mapping[str, str] = {}
@@ -105,16 +105,16 @@ class Objective:
     # ---------------------------------------------------------------------------------------------------
     # On the driver
 
-    def scores(self, batch: Batch, step: int) -> list[Score]:
-        """Return what is computed for the rows before the update: what each role with `RoleSpec.scores` computes."""
+    def computes(self, batch: Batch, step: int) -> list[Computation]:
+        """Return what is computed for the rows before the update: what each role with `RoleSpec.computes` computes."""
         outputs = {name: "logprobs" if spec.head == LM else "values" for name, spec in self.roles.items()}
-        return [Score(spec.scores, name, outputs[name]) for name, spec in self.roles.items() if spec.scores]
+        return [Computation(spec.computes, name, outputs[name]) for name, spec in self.roles.items() if spec.computes]
 
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
         """Return what the ranks train on.
 
         Args:
-            batch: a row for each sample of the episodes (see `build_batch`), with the arrays of `scores`.
+            batch: a row for each sample of the episodes (see `build_batch`), with the arrays of `computes`.
         """
         return Experience(batch, {})
 

@@ -60,7 +60,7 @@ def check_functions(config: Config) -> None:
             not take an option that the config sets; or the estimator compares completions that cannot differ.
     """
     algorithm = config.algorithm
-    scores = {role.scores for role in config.roles if role.scores}
+    scores = {role.computes for role in config.roles if role.computes}
     if TEACHER_LOGPROBS in algorithm.reads - scores:
         functions = f"algorithm.{ESTIMATOR}={algorithm.advantage_estimator} or algorithm.{LOSS}={algorithm.policy_loss}"
         raise UserError(f"{TEACHER_KEY}=null: {functions} reads {TEACHER_LOGPROBS}; name a teacher")

@@ -29,7 +29,7 @@ from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, 
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
-from trainer.objectives.base import GROUP, ROW, Experience, LossResult, Objective, Outputs, Score
+from trainer.objectives.base import GROUP, ROW, Computation, Experience, LossResult, Objective, Outputs
 from trainer.objectives.batches import join_samples, split_samples
 from trainer.objectives.check import check_functions, check_stale
 from trainer.objectives.experience import (
@@ -82,12 +82,12 @@ class PolicyGradient(Objective):
         estimator = resolve(ADVANTAGES, self.cfg.algorithm.advantage_estimator, "algorithm.advantage_estimator")
         return needs_different_completions(estimator)
 
-    def scores(self, batch: Batch, step: int) -> list[Score]:
-        others = super().scores(batch, step)
+    def computes(self, batch: Batch, step: int) -> list[Computation]:
+        others = super().computes(batch, step)
         was_sampled = "rollout_logprobs" in batch
         if self._uses_rollout_logprobs if was_sampled else not self._estimator_reads_old_logprobs:
             return others
-        return [Score("old_logprobs", "policy", "logprobs", self._rows_to_score(batch, step)), *others]
+        return [Computation("old_logprobs", "policy", "logprobs", self._rows_to_score(batch, step)), *others]
 
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
         a = self.cfg.algorithm
@@ -255,7 +255,7 @@ class PolicyGradient(Objective):
     @cached_property
     def _inputs(self) -> tuple[str, ...]:
         """Names of arrays that the policy loss reads, besides those that every policy loss gets."""
-        known = {*INPUTS[LOSS], *(spec.scores for spec in self.roles.values())}
+        known = {*INPUTS[LOSS], *(spec.computes for spec in self.roles.values())}
         return tuple(name for name in parameter_names(self._function[0]) if name in known - set(GIVEN[LOSS]))
 
     def _value_loss(self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]) -> LossResult:

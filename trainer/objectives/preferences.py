@@ -45,7 +45,7 @@ class Preference(Objective):
     """The base class: each group is a pair, the episode with the higher reward was preferred to the other one."""
 
     unit = GROUP
-    scores_as_updated = True
+    computes_as_updated = True
 
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
         groups = batch["group_ids"]

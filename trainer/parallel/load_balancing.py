@@ -201,8 +201,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank computes of one mini-batch, or of a batch that is scored."""
+class MiniBatch:
+    """What a rank computes of one mini-batch, or of a whole batch before the update."""
 
     micro_batches: list[list[int]]
     """Rows of the share's arrays. All ranks have as many; an empty one contributes nothing."""
@@ -222,8 +222,8 @@ class Share:
     """The arrays of its rows, at least of one; `(n, T)` with T the longest of them."""
     rows: np.ndarray
     """`(n,)`: their numbers in the whole batch."""
-    parts: list[Part]
-    """One for each mini-batch of a step, in order; a batch that is scored is one part."""
+    mini_batches: list[MiniBatch]
+    """One for each mini-batch of a step, in order; a batch that is computed before the update is one."""
 
 
 def has_old_logprobs(batch: Batch) -> np.ndarray:
@@ -251,15 +251,15 @@ def divide(
 
     Args:
         batch: `input_ids`, `mask`: `(B, T)`; `lengths`, `group_ids`: `(B,)`; further arrays of these shapes.
-        mini_batches: the rows of each: whole groups. A batch that is scored is one.
+        mini_batches: the rows of each: whole groups. A batch that is computed before the update is one.
         keeps_groups: no micro-batch has a part of a group.
     """
     known = has_old_logprobs(batch)
-    planned = [_plan_part(batch, rows, known, limits, num_ranks, keeps_groups) for rows in mini_batches]
+    planned = [_plan_mini_batch(batch, rows, known, limits, num_ranks, keeps_groups) for rows in mini_batches]
     return [_share(batch, planned, rank) for rank in range(num_ranks)]
 
 
-def _plan_part(
+def _plan_mini_batch(
     batch: Batch, rows: np.ndarray, known: np.ndarray, limits: Limits, num_ranks: int, keeps_groups: bool
 ) -> _Planned:
     own = select({name: batch[name] for name in ("input_ids", "lengths", "group_ids")}, rows)
@@ -275,19 +275,19 @@ def _plan_part(
 
 
 def _share(batch: Batch, planned: Sequence[_Planned], rank: int) -> Share:
-    chosen = [[part.rows[micro_batch] for micro_batch in part.plan[rank]] for part in planned]
+    chosen = [[mini_batch.rows[micro_batch] for micro_batch in mini_batch.plan[rank]] for mini_batch in planned]
     numbers = np.unique(np.concatenate([rows for micro_batches in chosen for rows in micro_batches]))
     if not len(numbers):
         numbers = np.zeros(1, np.int64)  # a rank without rows computes one, whose masks are 0
     longest = int(batch["lengths"][numbers].max())
     arrays = {name: array[numbers, :longest] if array.ndim == 2 else array[numbers] for name, array in batch.items()}
-    parts = [
-        Part(
+    own_mini_batches = [
+        MiniBatch(
             [np.searchsorted(numbers, rows).tolist() for rows in micro_batches],
-            None if part.shared is None else part.shared[numbers],
-            part.tokens,
-            part.has_old_logprobs,
+            None if mini_batch.shared is None else mini_batch.shared[numbers],
+            mini_batch.tokens,
+            mini_batch.has_old_logprobs,
         )
-        for part, micro_batches in zip(planned, chosen, strict=True)
+        for mini_batch, micro_batches in zip(planned, chosen, strict=True)
     ]
-    return Share(arrays, numbers, parts)
+    return Share(arrays, numbers, own_mini_batches)

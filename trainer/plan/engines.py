@@ -210,7 +210,7 @@ def _state_bytes(text: Any, itemsize: int, tp: int) -> int:
 def _refusal(cfg: Config, model: ModelShape) -> UserError:
     role = cfg.roles[0]
     return UserError(
-        f"{role.key}={role.path or cfg.model.path}: engines for models of the type {model.config.model_type} cannot be "
-        "planned, because it is not known what their layers keep of a sequence; choose another model, or plan "
-        "trainer.task=sft"
+        f"{role.path_key}={role.path or cfg.model.path}: engines for models of the type {model.config.model_type} "
+        "cannot be planned, because it is not known what their layers keep of a sequence; choose another model, or "
+        "plan trainer.task=sft"
     )

@@ -156,12 +156,14 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
     if path is None:
         return tiny_config(TinyShape.of(cfg.model.tiny))
     if os.path.isdir(path):
-        return load_trained_config(cfg.model, path, role.key)
+        return load_trained_config(cfg.model, path, role.path_key)
     if (file := shipped_file(path)) is not None:
         with open(file) as stream:
             values = json.load(stream)
         return AutoConfig.for_model(values.pop("model_type"), **values)
-    return load_trained_config(cfg.model, resolve_model_path(path, role.key, ("config.json", "*.py")), role.key)
+    return load_trained_config(
+        cfg.model, resolve_model_path(path, role.path_key, ("config.json", "*.py")), role.path_key
+    )
 
 
 _built: dict[tuple[str, ...], ModelShape] = {}
@@ -185,7 +187,7 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
     if (key := shape_key(cfg, role, sizes)) in _built:  # each layout asks
         return _built[key]
     config = find_config(cfg, role)
-    text, setting = config.get_text_config(), f"{role.key}={role.path or cfg.model.path}"
+    text, setting = config.get_text_config(), f"{role.path_key}={role.path or cfg.model.path}"
     check_model_axes(cfg, text, "the model" if role.path is None else f"the {role.name}")
     with refusing(cfg, role, config):
         check_sizes(text, ("vocab_size", "num_hidden_layers"), setting)
@@ -217,8 +219,8 @@ def refusing(cfg: Config, role: RoleSpec, config: PretrainedConfig) -> Iterator[
         raise
     except Exception as error:  # the code of each architecture has its own error classes
         raise UserError(
-            f"{role.key}={role.path or cfg.model.path}: models of the type {config.model_type} cannot be planned with "
-            f"model.attn_implementation={cfg.model.attn_implementation} ({first_line(error).partition('. ')[0]})"
+            f"{role.path_key}={role.path or cfg.model.path}: models of the type {config.model_type} cannot be planned "
+            f"with model.attn_implementation={cfg.model.attn_implementation} ({first_line(error).partition('. ')[0]})"
         ) from error
     finally:
         _FAKE_TENSORS.disabled = False

@@ -85,7 +85,7 @@ def _checks(cfg: Config, plan: Plan) -> list[str]:
         verdict = read_verdict(verdict_file(cfg.model, path, *run))
         if verdict is not None:
             said = verdict.problem or "an earlier start has compared it with its own class, and nothing differs"
-            found[path] = f"{role.key}={path}: {said}"
+            found[path] = f"{role.path_key}={path}: {said}"
     return list(found.values())
 
 

@@ -182,12 +182,12 @@ def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Wo
 def scored_share(cfg: Config, role: RoleSpec, workload: Workload) -> float:
     """Return the share of the rows that a role scores before the update: in a pass without gradients.
 
-    Of the policy, these are the rows whose old log-probs `PolicyGradient.scores` asks for. The first optimizer step
+    Of the policy, these are the rows whose old log-probs `PolicyGradient.computes` asks for. The first optimizer step
     computes those of its rows itself, unless something reads them before it.
     """
     a = cfg.algorithm
     if role.name != "policy" or not cfg.task.generates:
-        return float(bool(role.scores)) + float(bool(role.read_by))
+        return float(bool(role.computes)) + float(bool(role.read_by))
     if a.old_logprobs == "rollout":
         return 0.0
     reads_before = a.kl_in == "reward" and any(role.name == "reference" for role in cfg.roles)

@@ -69,8 +69,8 @@ class RunFiles:
         # The stamp at the last save of this process, and the pieces.
         self._saved: dict[str, tuple[tuple[int, int, int] | None, list[Piece]]] = {}
 
-    def part(self) -> Component:
-        """Return the part of a checkpoint that lists the pieces."""
+    def component(self) -> Component:
+        """Return the component of a checkpoint that lists the pieces."""
 
         def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
             stamps = self._stamps()

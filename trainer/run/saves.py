@@ -74,7 +74,7 @@ class Saves:
     def begin(
         self,
         step: int,
-        parts: Sequence[Component],
+        components: Sequence[Component],
         description: dict[str, Any],
         before: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -84,7 +84,7 @@ class Saves:
         with self._blocking(self.begun):
             self._checkpoints.wait()
         with self._blocking(step):
-            self._checkpoints.save(step, parts, description, before)
+            self._checkpoints.save(step, components, description, before)
         self.begun, self._begun_at = step, time.monotonic()
 
     def wait(self, last: bool = False) -> None:

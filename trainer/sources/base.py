@@ -55,11 +55,11 @@ class EpisodeSource(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def parts(self) -> Sequence[Component]:
+    def components(self) -> Sequence[Component]:
         """Return what a checkpoint holds of this source besides `state_dict`, such as finished episodes of steps ahead.
 
-        Called once. A resume loads `state_dict` first, then the parts. Only `load_state_dict` is called where a run
-        begins again without a checkpoint: it must drop what the parts hold.
+        Called once. A resume loads `state_dict` first, then the components. Only `load_state_dict` is called where a
+        run begins again without a checkpoint: it must drop what the components hold.
         """
         return ()
 

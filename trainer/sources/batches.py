@@ -76,13 +76,13 @@ def decode_batch(data: bytes) -> tuple[StepBatch, dict[str, str]]:
     return StepBatch(episodes, used, content["metrics"]), content["settings"]
 
 
-def ahead_part(
+def ahead_component(
     settings: Mapping[str, str],
     finishing: Callable[[], Mapping[int, Callable[[], StepBatch]]],
     hold: Callable[[Mapping[int, StepBatch]], None],
     works_ahead: bool = True,
 ) -> Component:
-    """Make the part that holds the finished batches of steps ahead: the weights that sampled them are gone.
+    """Make the component that holds the finished batches of steps ahead: the weights that sampled them are gone.
 
     Args:
         settings: digests of those that decide rollouts and rewards, by key. Batches of others are not restored. Code

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from trainer.checkpoint.components import Component, json_part
+from trainer.checkpoint.components import Component, json_component
 from trainer.config import Config
 from trainer.data.datasets import PromptSet
 from trainer.data.ledger import SampleIndex
@@ -391,15 +391,17 @@ class InFlightSource(SamplingSource):
     async def _with_baselines(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
         return list(groups)  # they have them
 
-    def parts(self) -> list[Component]:
-        """Return the part with the histories of the weights, by which groups in the journal are valid.
+    def components(self) -> list[Component]:
+        """Return the component with the histories of the weights, by which groups in the journal are valid.
 
-        The part of the steps ahead is empty. It warns of rollouts that a run with `rollout.ahead` has saved.
+        The component of the steps ahead is empty. It warns of rollouts that a run with `rollout.ahead` has saved.
         """
         shape: dict[Any, Any] = {"histories": {str: str}}
-        part = json_part("in_flight", self.histories.state_dict, self.histories.load_state_dict, shape, kinds=("data",))
-        ahead = [dataclasses.replace(of_ahead, if_missing="") for of_ahead in super().parts()]
-        return [*ahead, dataclasses.replace(part, if_missing="was not sampled in flight")]
+        component = json_component(
+            "in_flight", self.histories.state_dict, self.histories.load_state_dict, shape, kinds=("data",)
+        )
+        ahead = [dataclasses.replace(of_ahead, if_missing="") for of_ahead in super().components()]
+        return [*ahead, dataclasses.replace(component, if_missing="was not sampled in flight")]
 
     def _other_tasks(self) -> list[asyncio.Task[Any]]:
         return [flying.task for flying in self._flying.values()]

@@ -30,7 +30,7 @@ from trainer.metrics.timing import Timer
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
-from trainer.sources.batches import StepBatch, UsedRow, ahead_part
+from trainer.sources.batches import StepBatch, UsedRow, ahead_component
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
 from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import prompt_ledger
@@ -348,8 +348,8 @@ class SamplingSource:
     # ---------------------------------------------------------------------------------------------------
     # State
 
-    def parts(self) -> list[Component]:
-        """Return the part with the finished batches of the steps ahead: the weights that sampled them are gone."""
+    def components(self) -> list[Component]:
+        """Return the component with the finished batches of the steps ahead: the weights that sampled them are gone."""
         a, settings = self.cfg.algorithm, dict(self.rollouts.journal.settings)
         if self._needs_baselines:  # nothing can train on batches without them, or with those of other penalties
             settings[_BASELINES] = digest(a.overlong_buffer, a.run_option("overlong_factor"))
@@ -368,7 +368,7 @@ class SamplingSource:
         def hold(batches: Mapping[int, StepBatch]) -> None:
             self._held = dict(batches)
 
-        return [ahead_part(settings, finishing, hold, self.cfg.rollout.works_ahead)]
+        return [ahead_component(settings, finishing, hold, self.cfg.rollout.works_ahead)]
 
     def state_dict(self) -> dict[str, Any]:
         return self.ledger.state_dict()

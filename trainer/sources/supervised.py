@@ -74,7 +74,7 @@ class LedgerSource:
     def commit(self, step: int) -> None:
         self.ledger.commit(self._steps.pop(step))
 
-    def parts(self) -> list[Component]:
+    def components(self) -> list[Component]:
         return []
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from trainer.models.export_sharded import write_safetensors
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
-from trainer.parallel.load_balancing import Limits, Part, Share
+from trainer.parallel.load_balancing import Limits, MiniBatch, Share
 from trainer.parallel.mesh import Layout
 from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import frees_after_forward, param_dtype, reshard
@@ -74,23 +74,23 @@ class ModelWorker:
         """Return the index of this rank's share of a batch, and what decides its micro-batches. Not a collective."""
         return self.layout.dp_rank, Limits(self.max_tokens, self.quadratic, self.shares_prompts)
 
-    def micro_batches(self, share: Share, part: Part) -> list[Callable[[], MicroBatch]]:
+    def micro_batches(self, share: Share, mini_batch: MiniBatch) -> list[Callable[[], MicroBatch]]:
         """Return what makes each micro-batch of this rank. Every rank has the same number of micro-batches."""
         return [
-            partial(take_rows, share.batch, rows, self.device, self.layout.cp, part.shared)
-            for rows in part.micro_batches
+            partial(take_rows, share.batch, rows, self.device, self.layout.cp, mini_batch.shared)
+            for rows in mini_batch.micro_batches
         ]
 
     @torch.no_grad()
     def map_rows(self, share: Share, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """Apply `function` (a micro-batch to `(b, t)` values) to the rows of a batch that is scored.
+        """Apply `function` (a micro-batch to `(b, t)` values) to the rows of a batch.
 
         Returns the numbers `(n,)` of the rows and their values `(n, T)`, zero-padded to the longest of them. The rows
         of all ranks together are the whole batch; of the ranks with the same rows, the first returns it.
         """
         results = []
-        for part in share.parts:
-            for take in self.micro_batches(share, part):
+        for mini_batch in share.mini_batches:
+            for take in self.micro_batches(share, mini_batch):
                 micro_batch = take()
                 values = function(micro_batch)
                 if micro_batch.rows and self.layout.is_first_of_dp_rank:
@@ -237,8 +237,8 @@ class TrainedWorker(ModelWorker):
         super().__init__(spec, module, layout, objective, before_weights_change)
         if objective.unit == GROUP and not can_pack(module):
             raise UserError(
-                f"{spec.key}: the {spec.name}, a {type(module).__name__}, takes one sequence at a time, and the loss "
-                "needs the rows of a group together; choose another model or another loss, or set trainer.pack=true"
+                f"{spec.path_key}: the {spec.name}, a {type(module).__name__}, takes one sequence at a time, and the "
+                "loss needs the rows of a group together; choose another model or loss, or set trainer.pack=true"
             )
         optimizer = spec.optimizer
         assert optimizer is not None and isinstance(spec.sharding, FSDPConfig), "the role is trained"
@@ -248,7 +248,7 @@ class TrainedWorker(ModelWorker):
         self.tokens_computed = 0  # by this rank, for the updates of the policy or critic
         self.optimizers = Optimizers(module, optimizer, objective.scheduled_steps(spec), layout.fsdp_mesh)
 
-    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
+    def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         """Return what the model computes for a micro-batch of a mini-batch."""
         raise NotImplementedError
 
@@ -265,17 +265,18 @@ class TrainedWorker(ModelWorker):
         numbers = self.objective.numbers() if numbers is None else numbers
         before = self.tokens_computed
         metrics = []
-        for part, of_part in zip(share.parts, totals, strict=True):
-            with TRACER.span("mini-batch", rows=sum(map(len, part.micro_batches))):
-                metrics.append(self.optimizer_step(share, part, partial(self._loss, part, of_part, numbers)))
+        for mini_batch, of_all in zip(share.mini_batches, totals, strict=True):
+            with TRACER.span("mini-batch", rows=sum(map(len, mini_batch.micro_batches))):
+                loss = partial(self._loss, mini_batch, of_all, numbers)
+                metrics.append(self.optimizer_step(share, mini_batch, loss))
         rows, logprobs = stack_rows([])
-        tokens = [part.tokens for part in share.parts]
+        tokens = [mini_batch.tokens for mini_batch in share.mini_batches]
         return RankUpdate(_means(metrics, tokens), rows, logprobs, self.tokens_computed - before)
 
-    def _loss(self, part: Part, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
-        return self.objective.loss(self.role, self.outputs(mb, part), mb, totals, numbers)
+    def _loss(self, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
+        return self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
 
-    def optimizer_step(self, share: Share, part: Part, loss_function: LossFunction) -> dict[str, float]:
+    def optimizer_step(self, share: Share, mini_batch: MiniBatch, loss_function: LossFunction) -> dict[str, float]:
         """Make one optimizer step on a mini-batch.
 
         Gradients are summed over the ranks after each micro-batch.
@@ -286,7 +287,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
         """
-        plan = self.micro_batches(share, part)
+        plan = self.micro_batches(share, mini_batch)
         shares = Shares(self.objective.extremes)
         for i, take in enumerate(plan):
             last = i == len(plan) - 1
@@ -318,10 +319,10 @@ class TrainedWorker(ModelWorker):
             totals, numbers: of the whole batch (see `Objective.loss`).
         """
         shares = Shares(self.objective.extremes)
-        for part in share.parts:
-            for take in self.micro_batches(share, part):
+        for mini_batch in share.mini_batches:
+            for take in self.micro_batches(share, mini_batch):
                 mb = take()
-                result = self.objective.loss(self.role, self.outputs(mb, part), mb, totals, numbers)
+                result = self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
                 shares.add(*result, has_rows=bool(mb.rows))
         reshard(self.module)
         return shares.total(self.layout)
@@ -401,5 +402,5 @@ class CriticWorker(TrainedWorker):
         """Return the values of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
         return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
 
-    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
+    def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         return Outputs(values=self.module(mb.input_ids, mb.packing))

@@ -32,7 +32,7 @@ from trainer.models.logprobs import (
 from trainer.models.lora import disabled_adapters
 from trainer.objectives.base import LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
-from trainer.parallel.load_balancing import Part, Share, has_old_logprobs
+from trainer.parallel.load_balancing import MiniBatch, Share, has_old_logprobs
 from trainer.parallel.mesh import Layout
 from trainer.parallel.shard import param_dtype, reshard
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
@@ -85,7 +85,7 @@ class PolicyWorker(TrainedWorker):
     def _logprobs(self, mb: MicroBatch) -> Tensor:
         return _token_logprobs(self.module, mb, self.objective.temperature)
 
-    def outputs(self, mb: MicroBatch, part: Part) -> Outputs:
+    def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         needed, entropy, divergence = self.objective.entropy(mb), None, None
         scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
         if self.teacher is not None:
@@ -98,7 +98,7 @@ class PolicyWorker(TrainedWorker):
             logprobs, entropy = logprobs_and_entropy(
                 self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, entropy_grad=has_gradient
             )
-        if self.objective.reads_old_logprobs and not part.has_old_logprobs:
+        if self.objective.reads_old_logprobs and not mini_batch.has_old_logprobs:
             mb.arrays["old_logprobs"] = logprobs.detach()
             if mb.rows and self.layout.is_first_of_dp_rank:
                 self._fresh.append((mb["row"].tolist(), logprobs.detach().float().cpu().numpy()))
@@ -128,7 +128,7 @@ class PolicyWorker(TrainedWorker):
         self._step, self._is_first = step, True
         if not self.objective.reads_old_logprobs:
             return super().update(share, step, totals, numbers)
-        if not all(part.has_old_logprobs for part in share.parts[1:]):
+        if not all(mini_batch.has_old_logprobs for mini_batch in share.mini_batches[1:]):
             raise ValueError("optimizer steps after the first need the old log-probs of their rows")
         self._fresh, self._entropy = [], {}
         self._keeps_entropy = self.layout.is_first_of_dp_rank and self.objective.cfg.logger.keeps_rollouts(step)
@@ -141,8 +141,8 @@ class PolicyWorker(TrainedWorker):
         self._fresh, self._entropy = [], {}
         return dataclasses.replace(update, rows=rows, logprobs=logprobs, entropy=entropy)
 
-    def _loss(self, part: Part, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
-        outputs = self.outputs(mb, part)
+    def _loss(self, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
+        outputs = self.outputs(mb, mini_batch)
         loss, metrics = self.objective.loss(self.role, outputs, mb, totals, numbers)
         if not self._is_first or self._logprob_limit is None or "rollout_logprobs" not in mb:
             return loss, metrics

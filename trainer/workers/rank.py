@@ -94,14 +94,14 @@ class Rank:
         found: dict[str, tuple[str | None, list[str]]] = {}
         compared: set[str] = set()
         for spec in roles:
-            of_role = resolve_model_path(spec.path, spec.key) if spec.path else path
+            of_role = resolve_model_path(spec.path, spec.path_key) if spec.path else path
             module = self._load(spec, of_role)
             if of_role not in compared:  # other roles with the same weights have the same backbone
                 cfg = self.cfg
                 run = self.layout, spec, cfg.trainer.pack, cfg.longest_row
                 verdict = check_model(cfg.model, module, of_role, *run)
                 compared.add(of_role)
-                found[f"{spec.key}={of_role}"] = verdict.problem, verdict.not_compared
+                found[f"{spec.path_key}={of_role}"] = verdict.problem, verdict.not_compared
             self.roles[spec.name] = worker = self._worker(spec, module)
             if spec.read_by:
                 self.roles[spec.read_by].read(worker)
@@ -133,7 +133,7 @@ class Rank:
         self._has_updated |= method == "update"
         return getattr(self.roles[role], method)(*args, **kwargs)
 
-    def score(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    def compute(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the `output` of this rank's rows of a batch, without a driver: each rank has the whole batch.
 
         Returns:

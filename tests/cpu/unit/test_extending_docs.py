@@ -150,7 +150,7 @@ def test_the_policy_loss_that_reads_a_teacher(module):
     assert [role.name for role in cfg.roles] == ["policy", "reference", "teacher"]
     objective = make_objective(cfg)
     objective.check()
-    assert [score.name for score in objective.scores({}, 1)] == ["ref_logprobs", "teacher_logprobs"]
+    assert [score.name for score in objective.computes({}, 1)] == ["ref_logprobs", "teacher_logprobs"]
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in ("advantages", "teacher_logprobs")}
     batch |= {"input_ids": np.ones((2, 3), np.int64), "lengths": np.full(2, 3), "group_ids": np.zeros(2, np.int64)}
@@ -171,7 +171,7 @@ def test_the_advantage_of_a_distillation_reads_a_teacher(module):
     objective.check()
     samples = [Sample(np.arange(3), np.array([0, 1, 1], np.float32), np.zeros(3, np.float32), (1, 1))] * 2
     batch = build_batch(samples, ["0", "0"])
-    scores = {score.name: score.rows for score in objective.scores(batch, 1)}
+    scores = {score.name: score.rows for score in objective.computes(batch, 1)}
     assert scores["old_logprobs"].tolist() == [0, 1], "known before the update, for the rows of the first step too"
     batch |= {
         name: np.full((2, 3), value, np.float32) for name, value in (("old_logprobs", -3), ("teacher_logprobs", -1))

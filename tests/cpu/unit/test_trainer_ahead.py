@@ -40,7 +40,7 @@ STEPS = 7
 class Learner(ToyLearner):
     """Its number depends on every token that it has trained on, and on their order."""
 
-    def score(self, episodes: Any, step: int) -> Experience:
+    def make_experience(self, episodes: Any, step: int) -> Experience:
         digest = 0
         for episode in episodes:
             digest = zlib.crc32(f"{episode.uid} {episode.samples[0].token_ids} {episode.reward}".encode(), digest)

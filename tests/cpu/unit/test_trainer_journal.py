@@ -278,8 +278,8 @@ class Batches(Chance):
 class ExactLearner(ToyLearner):
     """Its number depends on each bit of the log-probs that it has trained on."""
 
-    def score(self, episodes: Any, step: int) -> Any:
-        experience = super().score(episodes, step)
+    def make_experience(self, episodes: Any, step: int) -> Any:
+        experience = super().make_experience(episodes, step)
         sums = [sum(float(sample.logprobs.sum(dtype=float)) for sample in episode.samples) for episode in episodes]
         experience.batch["drawn"] = np.asarray(sums)
         return experience

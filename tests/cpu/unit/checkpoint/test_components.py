@@ -12,17 +12,17 @@ from tests.support.odd_files import ODD_JSON, config, replace, resume
 from tests.support.runs import OpenRun
 from trainer.checkpoint.components import (
     Restore,
-    assets_part,
-    config_part,
+    assets_component,
+    config_component,
     config_yaml,
-    files_part,
+    files_component,
     is_allowed,
-    json_part,
-    models_part,
+    json_component,
+    models_component,
     read_config,
 )
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
-from trainer.checkpoint.start_weights import start_weights_part
+from trainer.checkpoint.start_weights import start_weights_component
 from trainer.config import LOAD_COMPONENTS, Config, ModelConfig
 from trainer.errors import UserError
 from trainer.files.documents import parse_yaml
@@ -36,7 +36,7 @@ def test_a_change_is_allowed_by_its_key_or_section_and_not_by_a_prefix_of_its_na
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Checkpoint:
-    parts = [json_part(name, dict, lambda _: None) for name in NAMES]
+    parts = [json_component(name, dict, lambda _: None) for name in NAMES]
     run = {"roles": ["policy"], "ranks": 1, "replicas": 1, "config_digest": "0", "score": None, "parent": None}
     return verify(save(manager(tmp_path), 1, parts, **run))
 
@@ -46,14 +46,14 @@ NAMES = ("config", "start_weights", "trainer_state", "data", "models", "huggingf
 
 def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, model):
     cfg = Config(model=ModelConfig(path=str(model)))
-    extra = [json_part("ahead", dict, lambda _: None, kinds=("data",)), files_part("notes", dict)]
+    extra = [json_component("ahead", dict, lambda _: None, kinds=("data",)), files_component("notes", dict)]
     parts = [
-        config_part(cfg),
-        start_weights_part(cfg, str(model)),
-        json_part("trainer_state", dict, lambda _: None),
-        json_part("data", dict, lambda _: None, kinds=("data",)),
-        models_part(TrainWorkers()),
-        assets_part({}),
+        config_component(cfg),
+        start_weights_component(cfg, str(model)),
+        json_component("trainer_state", dict, lambda _: None),
+        json_component("data", dict, lambda _: None, kinds=("data",)),
+        models_component(TrainWorkers()),
+        assets_component({}),
         *extra,
     ]
     for kinds, names in (
@@ -69,7 +69,7 @@ def test_the_parts_that_hold_the_restored_kinds_are_chosen(checkpoint, model):
 
 def test_a_part_that_another_kind_of_run_saves_is_left_out(checkpoint, caplog):
     caplog.set_level("INFO")
-    later = files_part("later", dict, if_missing="has no notes: they begin empty")
+    later = files_component("later", dict, if_missing="has no notes: they begin empty")
     assert Restore().chosen([later, later], checkpoint) == []
     assert caplog.messages[-1] == f"{checkpoint.path} has no notes: they begin empty"
 
@@ -90,14 +90,14 @@ def test_models_are_restored_by_role(checkpoint, caplog):
     caplog.set_level("INFO")
     restore = Restore(frozenset({"weights", "data"}), fork=True, added_steps={"policy": 3})
     ranks = TrainWorkers()
-    models_part(ranks).load(checkpoint, restore)
+    models_component(ranks).load(checkpoint, restore)
     assert ranks.loaded == [("policy", checkpoint.path, {"weights"}, 3)]
     assert caplog.messages[-1] == "the checkpoint holds no critic: it starts from scratch"
 
 
 def test_a_checkpoint_without_a_part_is_refused(checkpoint, tmp_path):
     with pytest.raises(UserError, match="the checkpoint has no ledger; it holds config, start_weights"):
-        manager(tmp_path).load(checkpoint, [json_part("ledger", dict, lambda _: None)])
+        manager(tmp_path).load(checkpoint, [json_component("ledger", dict, lambda _: None)])
 
 
 DEEP_YAML = "a: " + "[" * 5_000 + "]" * 5_000
@@ -134,7 +134,7 @@ def test_the_config_of_a_run_is_read_as_it_was_written():
 
 def test_a_model_with_several_templates_is_saved_with_all_of_them(tmp_path):
     with OpenRun(config(tmp_path)) as run:
-        run.parts = [assets_part({"additional_chat_templates/tool_use.jinja": b"x"})]
+        run.components = [assets_component({"additional_chat_templates/tool_use.jinja": b"x"})]
         run.save(1)
         saved = Path(
             run.directory.checkpoints.store.path(1), "policy/huggingface/additional_chat_templates/tool_use.jinja"

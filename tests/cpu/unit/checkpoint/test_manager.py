@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import give_newer_format, hidden, manager, parts_of, save
 from tests.support.jobs import wait_until
 from trainer import __version__
-from trainer.checkpoint.components import Component, json_part
+from trainer.checkpoint.components import Component, json_component
 from trainer.checkpoint.inspection import describe, read_named
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import Retention
@@ -341,7 +341,9 @@ def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_i
 
         return write
 
-    path = save(checkpoints, 3, [Component("plain", begin), json_part("counters", lambda: {"n": 1}, lambda _: None)])
+    path = save(
+        checkpoints, 3, [Component("plain", begin), json_component("counters", lambda: {"n": 1}, lambda _: None)]
+    )
     verify(path)
     commit = calls.index(("rename", path))
     (writing,) = {Path(name).parent for kind, name in calls if kind == "rename" and name.endswith("manifest.json")}

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 from tests.support.odd_files import rewrite
 from tests.support.runs import OpenRun, configured
-from trainer.checkpoint.components import config_part, json_part
-from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_part
+from trainer.checkpoint.components import config_component, json_component
+from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_component
 from trainer.config import Config, DataConfig, RoleSpec, TaskSpec, policy_role
 from trainer.config.tasks import add_task
 from trainer.data.datasets import read_examples
@@ -43,8 +43,8 @@ def open_run(
     cfg.trainer.policy.lora.rank = 4 if lora else None
     cfg.algorithm.kl_coef = 0.0
     with OpenRun(cfg) as run:
-        run.parts = [config_part(cfg), start_weights_part(cfg, resolve_model_path(path))]
-        run.parts += [json_part(name, dict, lambda _: None) for name in ("models", "data", "trainer_state")]
+        run.components = [config_component(cfg), start_weights_component(cfg, resolve_model_path(path))]
+        run.components += [json_component(name, dict, lambda _: None) for name in ("models", "data", "trainer_state")]
         yield run
 
 
@@ -122,7 +122,7 @@ def test_a_frozen_teacher_is_not_saved_so_a_resume_compares_its_weights(tmp_path
     model, teacher = write_model(tmp_path / "model"), write_model(tmp_path / "teacher")
 
     def teach(cfg: Config) -> tuple[RoleSpec, ...]:
-        frozen = RoleSpec("teacher", path=teacher, key="trainer.teacher", scores="teacher_logprobs")
+        frozen = RoleSpec("teacher", path=teacher, path_key="trainer.teacher", computes="teacher_logprobs")
         return policy_role(cfg), frozen
 
     add_task("with:TEACHER", lambda: TaskSpec(build="with:build", roles=teach))

@@ -62,7 +62,7 @@ def test_keys_of_the_critic_are_taken_with_an_estimator_of_the_user_s_that_reads
         (RoleSpec("policy", trained=True, saved=True, optimizer=OptimizerConfig()), False),
         (RoleSpec("reference"), True),
         (RoleSpec("reference", saved=True, sync_interval=2), False),
-        (RoleSpec("teacher", path="/models/teacher", key="trainer.teacher.path"), True),
+        (RoleSpec("teacher", path="/models/teacher", path_key="trainer.teacher.path"), True),
     ],
 )
 def test_a_resume_needs_the_initial_weights_of_what_the_checkpoint_does_not_hold(spec, needed):
@@ -76,12 +76,12 @@ def test_a_resume_needs_the_initial_weights_below_adapters():
 
 
 def test_a_role_with_a_path_of_its_own_needs_a_key_of_its_own():
-    with pytest.raises(UserError, match="the role teacher has a path of its own, so it needs a key"):
+    with pytest.raises(UserError, match="the role teacher has a path of its own, so it needs a path_key"):
         RoleSpec("teacher", path="/models/teacher")
 
 
 def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
-    teacher = RoleSpec("teacher", path="/models/teacher", key="teacher")
+    teacher = RoleSpec("teacher", path="/models/teacher", path_key="teacher")
     cfg = config()
     cfg.trainer.allow_config_change = ["teacher"]
     with pytest.raises(UserError, match="teacher: no such key"):
@@ -93,7 +93,7 @@ def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
     find_task.cache_clear()
 
 
-TEACHER = RoleSpec("teacher", path="/a", key="teacher", scores="teacher_logprobs")
+TEACHER = RoleSpec("teacher", path="/a", path_key="teacher", computes="teacher_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ TEACHER = RoleSpec("teacher", path="/a", key="teacher", scores="teacher_logprobs
         ({"name": "teacher"}, "two roles of the task have the name teacher"),
         ({"path": "/b"}, "the roles teacher and other have different paths, /a and /b, and one key, teacher"),
         ({"path": None}, "the roles teacher and other have different paths, /a and None, and one key, teacher"),
-        ({"scores": "teacher_logprobs"}, "the roles teacher and other both compute teacher_logprobs"),
+        ({"computes": "teacher_logprobs"}, "the roles teacher and other both compute teacher_logprobs"),
     ],
 )
 def test_roles_that_cannot_be_told_apart_are_refused(changes, problem):
-    policy, other = policy_role(config()), dataclasses.replace(TEACHER, **{"name": "other", "scores": ""} | changes)
-    check_roles((policy, TEACHER, dataclasses.replace(TEACHER, name="same weights", scores="")))
+    policy, other = policy_role(config()), dataclasses.replace(TEACHER, **{"name": "other", "computes": ""} | changes)
+    check_roles((policy, TEACHER, dataclasses.replace(TEACHER, name="same weights", computes="")))
     with pytest.raises(UserError, match=f"^{problem}"):
         check_roles((policy, TEACHER, other))
 

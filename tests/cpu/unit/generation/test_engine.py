@@ -360,7 +360,7 @@ def assert_same_as_old_logprobs(ranks: TrainWorkers, requests: list[Request], co
     lengths = np.array([*map(len, rows)])
     mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.float32)
     batch = {"input_ids": ids, "mask": mask, "lengths": lengths, "group_ids": np.arange(len(rows))}
-    logprobs = ranks.score("policy", "logprobs", StoredBatch(ranks.cluster, batch))
+    logprobs = ranks.compute("policy", "logprobs", StoredBatch(ranks.cluster, batch))
     for values, row, request, completion in zip(logprobs, rows, requests, completions, strict=True):
         sampled = values[len(request.prompt_token_ids) : len(row)]
         np.testing.assert_allclose(sampled, completion.logprobs, atol=1e-4, rtol=0)

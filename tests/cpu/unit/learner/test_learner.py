@@ -97,7 +97,7 @@ def _compute_step(
         learner.build(model)
         made = [replace(episode, reward=1.0) for episode in episodes()] if equal_rewards else episodes()
         scored = _record_scored(learner)
-        metrics = learner.update(learner.score(made, 1), 1)
+        metrics = learner.update(learner.make_experience(made, 1), 1)
         assert learner.token_scores is not None, "those of the first step are kept"
         kept = list(learner.token_scores)
         speed = learner.speed(len(made), 40, 1e3)
@@ -113,7 +113,7 @@ def _compute_step(
 def _record_scored(learner: Learner) -> list[np.ndarray]:
     """The log-probs that the ranks compute in passes of their own."""
     scored: list[np.ndarray] = []
-    score = learner.ranks.score
+    score = learner.ranks.compute
 
     def recording(role: str, output: str, *args: Any) -> np.ndarray:
         found = score(role, output, *args)
@@ -121,7 +121,7 @@ def _record_scored(learner: Learner) -> list[np.ndarray]:
             scored.append(found)
         return found
 
-    learner.ranks.score = recording  # type: ignore[method-assign]
+    learner.ranks.compute = recording  # type: ignore[method-assign]
     return scored
 
 
@@ -257,8 +257,8 @@ def test_an_episode_of_two_samples_is_scored_as_one(model):
     with local_cluster(1, cfg) as cluster:
         learner = Learner(cluster.cfg, cluster, Timer())
         learner.build(model)
-        expected = learner.score(whole, 1)
-        found = learner.score([replace(whole[0], samples=halves), *whole[1:]], 1)
+        expected = learner.make_experience(whole, 1)
+        found = learner.make_experience([replace(whole[0], samples=halves), *whole[1:]], 1)
         learner.update(found, 1)
     assert len(found.batch["mask"]) == len(whole) + 1
     assert found.batch["advantages"][:2].sum(axis=0) == pytest.approx(expected.batch["advantages"][0])
@@ -286,14 +286,14 @@ def learner_of(model: str, mini_batch: int = 1, epochs: int = 1, **algorithm: An
 def test_a_kl_in_the_reward_reads_the_old_log_probs_of_all_rows(model):
     """The policy is still the reference: the KL is 0 for every row, also for those of the first optimizer step."""
     with learner_of(model) as learner:
-        plain = learner.score(episodes(), 1)
+        plain = learner.make_experience(episodes(), 1)
     with learner_of(model, kl_in="reward", kl_coef=0.5) as learner:
-        found = learner.score(episodes(), 1)
+        found = learner.make_experience(episodes(), 1)
         assert "has_old_logprobs" not in found.batch
         assert (found.batch["old_logprobs"] == found.batch["ref_logprobs"]).all()
         np.testing.assert_array_equal(found.batch["advantages"], plain.batch["advantages"])
         learner.update(found, 1)
-        moved = learner.score(episodes(), 2)
+        moved = learner.make_experience(episodes(), 2)
         assert not np.allclose(moved.batch["old_logprobs"], moved.batch["ref_logprobs"])
         assert not np.allclose(moved.batch["advantages"], plain.batch["advantages"]), "the KL is paid"
 
@@ -328,7 +328,7 @@ def test_functions_of_a_user_get_the_models_and_the_groups_that_they_read(model)
             learner = Learner(cluster.cfg, cluster, Timer())
             learner.build(model)
             assert list(learner.objective.roles) == ["policy", "critic", "reference"]
-            experience = learner.score(episodes(), 1)
+            experience = learner.make_experience(episodes(), 1)
             assert {"values", "ref_logprobs", "advantages"} <= experience.batch.keys()
             found.append(learner.update(experience, 1))
     for metrics in found:
@@ -343,12 +343,12 @@ def test_an_adaptive_kl_weight_acts_on_the_next_step_s_rewards(model):
     settings = {"kl_in": "reward", "kl_coef": 0.5}
     settings["options"] = {"kl_target": 1e-9, "kl_horizon": 8}
     with learner_of(model, **settings) as learner:
-        learner.update(learner.score(episodes(), 1), 1)
+        learner.update(learner.make_experience(episodes(), 1), 1)
         assert learner.kl.coef == pytest.approx(0.5 * 1.2), "the update saw 8 completions of 8"
-        adapted = learner.score(episodes(), 2)
+        adapted = learner.make_experience(episodes(), 2)
         assert adapted.metrics["policy/kl_coef"] == learner.kl.coef
         learner.kl.coef = 0.0
-        free = learner.score(episodes(), 2)
+        free = learner.make_experience(episodes(), 2)
         assert not np.allclose(adapted.batch["advantages"], free.batch["advantages"])
 
 
@@ -357,7 +357,7 @@ def test_the_weight_of_the_kl_reaches_the_loss(model):
     for coef in (0.5, 50.0):
         with learner_of(model, kl_coef=0.5, kl_estimator="k3") as learner:
             learner.kl.coef = coef
-            losses.append(learner.update(learner.score(episodes(), 1), 1)["policy/loss"])
+            losses.append(learner.update(learner.make_experience(episodes(), 1), 1)["policy/loss"])
     assert losses[0] != losses[1]
 
 
@@ -366,10 +366,10 @@ def test_rows_are_filtered_by_the_rewards_that_are_trained_on(model):
     equal = [replace(episode, reward=1.0) for episode in episodes()]
     longest = int(equal[3].samples[0].mask.sum())
     with learner_of(model, options={"filter_zero_variance": True}) as learner:
-        assert not learner.score(equal, 1).batch["mask"].any()
+        assert not learner.make_experience(equal, 1).batch["mask"].any()
         learner.cfg.algorithm.overlong_buffer = 2
         learner.cfg.rollout.max_response_tokens = longest
-        assert learner.score(equal, 1).batch["mask"].any(axis=1).all()
+        assert learner.make_experience(equal, 1).batch["mask"].any(axis=1).all()
 
 
 def test_a_row_that_is_left_out_is_the_row_of_its_own_episode(model):
@@ -378,17 +378,17 @@ def test_a_row_that_is_left_out_is_the_row_of_its_own_episode(model):
     made[0] = replace(made[0], samples=made[0].samples * 2)
     equal_second = [replace(episode, reward=1.0) if episode.group == "0:1" else episode for episode in made]
     with learner_of(model, options={"overlong_masking": True}) as learner:
-        kept = learner.score(made, 1).batch["mask"].any(axis=1)
+        kept = learner.make_experience(made, 1).batch["mask"].any(axis=1)
         assert kept.tolist() == [True, True, False, *[True] * 6]
         learner.cfg.algorithm.options = {"filter_zero_variance": True}
-        kept = learner.score(equal_second, 1).batch["mask"].any(axis=1)
+        kept = learner.make_experience(equal_second, 1).batch["mask"].any(axis=1)
         assert kept.tolist() == [True] * 5 + [False] * 4
 
 
 def test_the_baseline_of_each_episode_is_subtracted(model):
     with learner_of(model, advantage_estimator="remax") as learner:
         zero, half = (
-            learner.score([replace(episode, baseline=baseline) for episode in episodes()], 1).batch
+            learner.make_experience([replace(episode, baseline=baseline) for episode in episodes()], 1).batch
             for baseline in (0.0, 0.5)
         )
     np.testing.assert_allclose(half["advantages"], zero["advantages"] - 0.5 * zero["mask"], atol=1e-6)
@@ -398,7 +398,7 @@ def test_the_reference_takes_the_policy_s_weights_at_its_interval_alone(model):
     with learner_of(model, kl_coef=0.1, ref_sync_interval=2) as learner:
 
         def reference(step: int) -> np.ndarray:
-            experience = learner.score(episodes(), step)
+            experience = learner.make_experience(episodes(), step)
             learner.update(experience, step)
             return experience.batch["ref_logprobs"]
 
@@ -411,7 +411,7 @@ def test_the_speed_counts_each_pass_and_the_tokens_of_each_epoch_once(model):
     speeds = []
     for coef, epochs in ((0.0, 1), (0.5, 1), (0.0, 2)):
         with learner_of(model, mini_batch=2, epochs=epochs, kl_coef=coef) as learner:
-            learner.update(learner.score(episodes(), 1), 1)
+            learner.update(learner.make_experience(episodes(), 1), 1)
             learner.peak_flops = 1.0
             speeds.append(learner.speed(samples=8, tokens=52, seconds=1.0))
     plain, with_reference, two_epochs = (speed["perf/mfu"] for speed in speeds)
@@ -424,9 +424,9 @@ def test_the_speed_counts_each_pass_and_the_tokens_of_each_epoch_once(model):
 def test_in_several_epochs_the_old_log_probs_of_all_rows_are_computed_before(model):
     """In the second epoch the weights have moved, so the first optimizer step's own are no longer the old ones."""
     with learner_of(model) as learner:
-        assert "has_old_logprobs" in learner.score(episodes(), 1).batch
+        assert "has_old_logprobs" in learner.make_experience(episodes(), 1).batch
     with learner_of(model, epochs=2) as learner:
-        scored = learner.score(episodes(), 1)
+        scored = learner.make_experience(episodes(), 1)
         assert "has_old_logprobs" not in scored.batch
         assert (scored.batch["old_logprobs"][scored.batch["mask"] > 0] < 0).all()
         learner.update(scored, 1)
@@ -438,7 +438,7 @@ def test_metrics_of_rewards_are_those_before_penalties_and_of_episodes(model):
     made[0] = replace(made[0], samples=made[0].samples * 2)
     with learner_of(model, overlong_buffer=2) as learner:
         learner.cfg.rollout.max_response_tokens = int(made[3].samples[0].mask.sum())
-        metrics = learner.score(made, 1).metrics
+        metrics = learner.make_experience(made, 1).metrics
     assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
     lengths = [6, 4, 5, 6, 3, 4, 5, 6]
     assert metrics["response_length/mean"] == pytest.approx(sum(lengths) / 8)
@@ -476,7 +476,7 @@ def test_the_accuracy_is_that_of_greedy_decoding_and_changes_no_training(model):
                     right = [sample for i, sample in enumerate(samples) if i % 3]
                     assert step > 1 or learner.accuracy(right) == 1.0
                 taught = [Episode(str(i), str(i), [sample]) for i, sample in enumerate(samples)]
-                losses.append(learner.update(learner.score(taught, step), step))
+                losses.append(learner.update(learner.make_experience(taught, step), step))
             found.append(losses)
     assert found[0] == found[1]
 
@@ -495,7 +495,7 @@ def test_a_step_with_failed_rewards_learns_what_it_would_learn_without_them(mode
         with local_cluster(ranks, cfg) as cluster:
             learner = Learner(cluster.cfg, cluster, Timer())
             learner.build(model)
-            return learner.update(learner.score(given, 1), 1)
+            return learner.update(learner.make_experience(given, 1), 1)
 
     expected, found = learnt(kept, 1, mini_batch), learnt(some, ranks, mini_batch)
     for name in expected:

@@ -56,8 +56,8 @@ def steps(rank: Rank, path: str) -> list[dict]:
         batch = build_batch(samples, [str(i // N) for i in range(len(samples))])
         shape = batch["input_ids"].shape
         for key, (rows, values) in {
-            "old_logprobs": rank.score("policy", "logprobs", batch),
-            "values": rank.score("critic", "values", batch),
+            "old_logprobs": rank.compute("policy", "logprobs", batch),
+            "values": rank.compute("critic", "values", batch),
         }.items():
             batch[key] = torch.zeros(shape).numpy()
             batch[key][rows] = values

@@ -55,7 +55,7 @@ def load(rank: Rank, path: str) -> dict[str, Any]:
     model = ModelConfig(path=path)
     policy = load_model(model, path, rank.layout, policy_role(rank.cfg))
     critic = load_model(model, path, rank.layout, critic_role(rank.cfg))
-    frozen = load_model(model, path, rank.layout, RoleSpec("judge", head=SCORE, key="judge"))
+    frozen = load_model(model, path, rank.layout, RoleSpec("judge", head=SCORE, path_key="judge"))
     return {
         "policy": full(policy),
         "critic": full(critic),
@@ -102,7 +102,7 @@ def load_all(rank: Rank, path: str) -> list[dict[str, torch.Tensor]]:
     model, lora = ModelConfig(path=path), policy_role(rank.cfg)
     lora = dataclasses.replace(lora, lora=LoraConfig(rank=2, target_modules=["o_proj"]))
     offloaded = dataclasses.replace(policy_role(rank.cfg), sharding=FSDPConfig(cpu_offload=True))
-    frozen = RoleSpec("judge", head=LM, key="judge")
+    frozen = RoleSpec("judge", head=LM, path_key="judge")
     states = []
     for spec in (policy_role(rank.cfg), lora, offloaded, frozen, critic_role(rank.cfg)):
         module = load_model(model, path, rank.layout, spec)

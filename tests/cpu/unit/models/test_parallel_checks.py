@@ -114,7 +114,7 @@ def test_every_role_with_weights_of_its_own_is_checked(tmp_path, monkeypatch):
 
 
 def roles(cfg: Config, teacher: str) -> tuple[RoleSpec, ...]:
-    return policy_role(cfg), RoleSpec("teacher", path=teacher, key="teacher")
+    return policy_role(cfg), RoleSpec("teacher", path=teacher, path_key="teacher")
 
 
 @pytest.fixture(autouse=True)

@@ -51,4 +51,4 @@ def test_tokens_that_another_policy_sampled_are_weighted_and_measured(max_weight
 def test_a_step_is_one_optimizer_step_on_all_rows():
     made = CrossEntropy(Config())
     assert [rows.tolist() for rows in made.mini_batches(batch(), 1)] == [[0, 1]]
-    assert made.temperature == 1.0 and made.scores(batch(), 1) == []
+    assert made.temperature == 1.0 and made.computes(batch(), 1) == []

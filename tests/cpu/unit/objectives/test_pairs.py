@@ -192,7 +192,7 @@ def test_rewards_are_0_until_the_policy_leaves_the_reference_and_held_out_number
             assert learner.ranks.saved_roles == ["policy"]
             held_out, made = [learner.held_out(episodes())], []
             for step in (1, 2):
-                made.append(learner.update(learner.score(episodes(), step), step))
+                made.append(learner.update(learner.make_experience(episodes(), step), step))
                 held_out.append(learner.held_out(episodes()))
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
             assert made[0][name] == held_out[0][name] == 0.0, "to the last bit"
@@ -211,7 +211,7 @@ def test_a_reward_model_is_read_at_the_stop_token_in_training_and_in_rollouts(tm
         learner = Learner(cluster.cfg, cluster, Timer())
         learner.build(str(tmp_path))
         for step in (1, 2, 3):
-            learner.update(learner.score(episodes(), step), step)
+            learner.update(learner.make_experience(episodes(), step), step)
         held_out = learner.held_out(episodes())
         longer = [
             Sample(np.append(one.token_ids, np.int32([9, 9, 9])), np.append(one.mask, np.float32([0, 0, 0])))

@@ -147,7 +147,7 @@ def test_a_policy_loss_of_a_subclass_gets_corrected_advantages():
 
 def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
     made = objective(policy_loss="gradient_functions:with_reference", options={"beta": 3.0})
-    assert made.unit == "group" and [score.name for score in made.scores(batch(), 1)] == ["ref_logprobs"]
+    assert made.unit == "group" and [score.name for score in made.computes(batch(), 1)] == ["ref_logprobs"]
     reference = np.full((4, 3), -1.0, np.float32)
     sampled = {"ref_logprobs": reference, "rollout_logprobs": reference}
     loss, metrics = policy_loss(made, batch(**sampled))
@@ -160,27 +160,29 @@ def test_a_loss_gets_what_it_reads_and_its_metrics_pass():
 
 def test_a_loss_reads_what_a_further_role_of_the_task_scores():
     def roles(cfg: Config) -> tuple[RoleSpec, ...]:
-        return *policy_gradient_roles(cfg), RoleSpec("teacher", path="/t", key="teacher", scores="teacher_logprobs")
+        return *policy_gradient_roles(cfg), RoleSpec(
+            "teacher", path="/t", path_key="teacher", computes="teacher_logprobs"
+        )
 
     add_task("distilled:TASK", lambda: TaskSpec("distilled:build", roles=roles))
     cfg = Config(algorithm=AlgorithmConfig(policy_loss="gradient_functions:with_teacher"))
     cfg.trainer.task = "distilled:TASK"
     check_functions(cfg)
     made = PolicyGradient(cfg)
-    assert [(score.name, score.role) for score in made.scores(batch(), 1)] == [("teacher_logprobs", "teacher")]
+    assert [(score.name, score.role) for score in made.computes(batch(), 1)] == [("teacher_logprobs", "teacher")]
     assert policy_loss(made, batch(teacher_logprobs=np.full((4, 3), -1.0, np.float32)))[0] == 12 * 0.5
 
 
 def test_a_loss_that_reads_nothing_more_needs_no_role_and_no_groups():
     made = objective(policy_loss="gradient_functions:without")
-    assert made.unit == "row" and made.scores(batch(), 1) == []
+    assert made.unit == "row" and made.computes(batch(), 1) == []
     assert policy_loss(made, batch()) == (-6.0, {})
 
 
 def test_the_roles_score_what_the_functions_read_before_the_update():
     sampled = batch(rollout_logprobs=np.ones((4, 3), np.float32))
     made = objective(advantage_estimator="gae", kl_coef=0.1)
-    scores = made.scores(sampled, 1)
+    scores = made.computes(sampled, 1)
     assert [(s.name, s.role, s.output) for s in scores] == [
         ("old_logprobs", "policy", "logprobs"),
         ("values", "critic", "values"),

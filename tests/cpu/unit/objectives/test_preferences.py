@@ -103,7 +103,7 @@ def test_the_reference_scores_each_step_and_the_policy_learns_to_prefer(model):
             assert learner.ranks.saved_roles == ["policy"]
             steps = []
             for step in (1, 2, 3):
-                experience = learner.score(episodes(), step)
+                experience = learner.make_experience(episodes(), step)
                 assert "old_logprobs" not in experience.batch
                 steps.append(learner.update(experience, step))
             found.append(steps)

@@ -69,11 +69,11 @@ def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
 
 def _compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
     rank.build(roles(rank.cfg, ["policy"]), path)
-    before = rank.score("policy", "logprobs", make_batch())[1]
+    before = rank.compute("policy", "logprobs", make_batch())[1]
     metrics = update(rank, "policy", make_batch(), 1)
-    after = rank.score("policy", "logprobs", make_batch())[1]
+    after = rank.compute("policy", "logprobs", make_batch())[1]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    forward, _ = prefetches(lambda: rank.score("policy", "logprobs", select(make_batch(), [0])))
+    forward, _ = prefetches(lambda: rank.compute("policy", "logprobs", select(make_batch(), [0])))
     names = list(rank.roles["policy"].state()["model"])
     return {"metrics": metrics, "before": before, "after": after, "graphs": graphs, "names": names, "ahead": forward}
 

@@ -56,7 +56,7 @@ def count_gathers(rank: Rank, path: str) -> dict[str, Any]:
     module, batch, metrics = rank.roles["policy"].module, make_batch(), []
     scores, updates, left = [], [], []
     for step in (1, 2):
-        scores.append(gathers(lambda: rank.score("policy", "logprobs", batch)))
+        scores.append(gathers(lambda: rank.compute("policy", "logprobs", batch)))
         left.append(is_gathered(module))
         updates.append(gathers(lambda step=step: metrics.append(update(rank, "policy", batch, step))))
     weights = [parameter.full_tensor() for parameter in module.parameters()]
@@ -110,7 +110,7 @@ def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
     worker, batch, found = rank.roles["policy"], make_batch(), {}
     assert rank.roles["reference"].module is worker.module
     for role in ("policy", "reference"):
-        rank.score(role, "logprobs", batch)
+        rank.compute(role, "logprobs", batch)
         found[role] = is_gathered(worker.module)
     share = rank._share("policy", batch, [np.arange(len(batch["input_ids"]))])
     worker.evaluate(share, Totals.of(torch.from_numpy(batch["mask"])), worker.objective.numbers())

@@ -41,11 +41,11 @@ def test_the_shares_of_all_ranks_are_the_batch(batch, limits, ranks, parts, keep
     for number, of_part in enumerate(rows):
         found = [own_rows(share, number) for share in shares]
         assert sorted(row for own in found for row in own) == of_part.tolist(), "each row once, on one rank"
-        assert {share.parts[number].tokens for share in shares} == {batch["mask"][of_part].sum()}
-        assert len({len(share.parts[number].micro_batches) for share in shares}) == 1
+        assert {share.mini_batches[number].tokens for share in shares} == {batch["mask"][of_part].sum()}
+        assert len({len(share.mini_batches[number].micro_batches) for share in shares}) == 1
         known = count_shared_tokens({name: array[of_part] for name, array in batch.items()})
         for share in shares:
-            shared = share.parts[number].shared
+            shared = share.mini_batches[number].shared
             expected = np.zeros(len(batch["lengths"]), np.int64)
             expected[of_part] = known if limits.shares_prompts else 0
             assert (np.zeros(len(share.rows)) if shared is None else shared).tolist() == expected[share.rows].tolist()
@@ -57,9 +57,9 @@ def test_the_shares_of_all_ranks_are_the_batch(batch, limits, ranks, parts, keep
         assert set(share.rows.tolist()) == (own or {0}), "no row that it does not compute, but for a rank without any"
 
 
-def own_rows(share: Share, part: int) -> list[int]:
-    """The rows of the batch that a rank computes of a part."""
-    return [int(share.rows[row]) for micro_batch in share.parts[part].micro_batches for row in micro_batch]
+def own_rows(share: Share, number: int) -> list[int]:
+    """The rows of the batch that a rank computes of a mini-batch."""
+    return [int(share.rows[row]) for micro_batch in share.mini_batches[number].micro_batches for row in micro_batch]
 
 
 FOUR_ROWS = {
@@ -73,10 +73,10 @@ FOUR_ROWS = {
 def test_rows_of_several_epochs_are_sent_once():
     (share,) = divide(FOUR_ROWS, [np.arange(4), np.array([2, 3]), np.array([0, 1])], Limits(100, 0.0, False), 1)
     assert share.rows.tolist() == [0, 1, 2, 3]
-    assert [own_rows(share, part) for part in range(3)] == [[0, 1, 2, 3], [2, 3], [0, 1]]
+    assert [own_rows(share, number) for number in range(3)] == [[0, 1, 2, 3], [2, 3], [0, 1]]
 
 
 def test_ranks_know_whether_a_mini_batch_has_its_old_logprobs():
     batch = {**FOUR_ROWS, "has_old_logprobs": np.array([True, True, False, False])}
     shares = divide(batch, [np.array([2, 3]), np.array([0, 1])], Limits(100, 0.0, False), 2)
-    assert [[part.has_old_logprobs for part in share.parts] for share in shares] == [[False, True]] * 2
+    assert [[one.has_old_logprobs for one in share.mini_batches] for share in shares] == [[False, True]] * 2

@@ -190,5 +190,5 @@ def test_a_critic_has_a_value_head():
 
 def test_another_role_may_have_another_model():
     cfg = config("Qwen/Qwen3-0.6B")
-    teacher = RoleSpec("teacher", path="Qwen/Qwen3-8B", key="teacher")
+    teacher = RoleSpec("teacher", path="Qwen/Qwen3-8B", path_key="teacher")
     assert shape_of(cfg, teacher, ALONE).total == 8_190_735_360

@@ -204,7 +204,7 @@ def test_rows_are_scored_as_the_objective_asks(cfg, overrides, share):
     cfg.trainer.train_batch_size, cfg.trainer.mini_batch_size = 8, 4
     group_ids = np.arange(8).repeat(cfg.rollout.n)
     batch = {"group_ids": group_ids, "lengths": np.ones_like(group_ids), "rollout_logprobs": group_ids}
-    scored = [score.rows for score in PolicyGradient(cfg).scores(batch, 1) if score.role == "policy"]
+    scored = [score.rows for score in PolicyGradient(cfg).computes(batch, 1) if score.role == "policy"]
     assert sum(map(len, scored)) / len(group_ids) == share
     assert scored_share(cfg, policy_role(cfg), workload_of(cfg, dict.fromkeys(AXES, 1))) == share
 

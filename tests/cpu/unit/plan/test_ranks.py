@@ -174,9 +174,9 @@ def scored(rank: Rank, path: str) -> int:
     rank.build(roles(rank.cfg, ["policy"]), path)
     full = batch()
     rows = {name: full[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
-    rank.score("policy", "logprobs", rows)  # kernels have their workspaces
+    rank.compute("policy", "logprobs", rows)  # kernels have their workspaces
     weights = sum(parameter.nbytes for parameter in rank.roles["policy"].module.parameters())
-    return weights + allocator_peak(lambda: rank.score("policy", "logprobs", rows))
+    return weights + allocator_peak(lambda: rank.compute("policy", "logprobs", rows))
 
 
 @pytest.mark.release

@@ -66,7 +66,7 @@ def test_a_reward_model_on_two_ranks_scores_training_and_validation(tmp_path):
             assert [episode.reward for episode in episodes] == pytest.approx([*map(score, episodes)], abs=1e-5)
             metrics = source.add_metrics(1, {})
             evaluation = evaluator.evaluate(0)
-            assert learner.score(episodes, 1).batch["advantages"].any()
+            assert learner.make_experience(episodes, 1).batch["advantages"].any()
     rewards = [episode.reward for episode in episodes]
     assert len(rewards) == 6 and metrics["sampling/batches"] == 1, "all prompts have completions of different rewards"
     assert metrics["reward/reward_model/mean"] == pytest.approx(sum(rewards) / 6)

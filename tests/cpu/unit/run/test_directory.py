@@ -14,8 +14,8 @@ import pytest
 from tests.support.jobs import run_job
 from tests.support.runs import OpenRun, a_run, configured, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.components import config_part, json_part
-from trainer.checkpoint.start_weights import start_weights_part
+from trainer.checkpoint.components import config_component, json_component
+from trainer.checkpoint.start_weights import start_weights_component
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
 
@@ -140,8 +140,8 @@ def test_what_parts_of_a_checkpoint_refuse_is_listed_together(tmp_path):
         return load
 
     with OpenRun(configured(tmp_path, resume_mode="latest")) as run:
-        _, state, data = run.parts
-        run.parts[1:] = [
+        _, state, data = run.components
+        run.components[1:] = [
             replace(data, name="trainer_state", load=lambda *_: loaded.append("models"), is_large=True),
             replace(data, load=refuse("data: other rows")),
             replace(state, name="config", load=refuse("model.path=a: other weights")),
@@ -183,8 +183,8 @@ def test_a_resume_refuses_changed_start_weights(tmp_path, change):
         cfg.algorithm.kl_coef = 0.1 if change in ("reference", "embedded") else 0.0
         cfg.trainer.policy.lora.rank = 4 if change == "lora" else None
         run = OpenRun(cfg)
-        run.parts = [config_part(cfg), start_weights_part(cfg, model)]
-        run.parts += [json_part(name, dict, lambda _: None) for name in ("models", "data", "trainer_state")]
+        run.components = [config_component(cfg), start_weights_component(cfg, model)]
+        run.components += [json_component(name, dict, lambda _: None) for name in ("models", "data", "trainer_state")]
         return run
 
     with start() as run:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import OpenRun, configured
-from trainer.checkpoint.components import json_part
+from trainer.checkpoint.components import json_component
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
 from trainer.process import time_limits
@@ -58,7 +58,7 @@ def test_a_job_that_lost_its_checkpoint_directory_writes_no_files_there(tmp_path
         with RunLock(str(tmp_path / "shared"), 60) as other:
             other.acquire()
             begun: list[str] = []
-            run.parts.append(json_part("more", lambda: begun.append("more") or {}, lambda _: None))
+            run.components.append(json_component("more", lambda: begun.append("more") or {}, lambda _: None))
             run.save(1)
             (outcome,) = run.directory.checkpoints.results()
             assert begun == [] and "lost the checkpoint directory to process" in outcome.error

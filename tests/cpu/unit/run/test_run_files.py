@@ -16,7 +16,7 @@ from trainer.run.run_files import RunFiles
 def run(tmp_path):
     """An open run whose checkpoints carry its files."""
     with OpenRun(configured(tmp_path / "run"), {"step": 1}) as run:
-        run.parts.append(run.directory.run_files.part())
+        run.components.append(run.directory.run_files.component())
         yield run
 
 

@@ -70,7 +70,7 @@ def look_at_a_gate(rank: Rank, path: str) -> dict[str, set[torch.dtype]]:
             seen = found.setdefault(f"{role} {name}", set())
             layer = module.get_submodule(f"model.layers.1.{name}")
             layer.register_forward_pre_hook(lambda layer, _, seen=seen: seen.add(layer.weight.dtype))
-        rank.score(role, "logprobs", batch)
+        rank.compute(role, "logprobs", batch)
     rank.update("policy", batch, 1)
     return found
 

@@ -20,7 +20,7 @@ def learn(rank: Rank, path: str) -> dict[str, Any]:
     batch = make_batch()
     found: dict[str, Any] = {}
     for name in ("before", "after"):
-        rows, values = rank.score("critic", "values", batch)
+        rows, values = rank.compute("critic", "values", batch)
         found[name] = {"rows": rows, "values": values}
         if name == "before":
             found["metrics"] = [update(rank, "critic", batch, step) for step in range(1, 6)]

@@ -33,7 +33,7 @@ def distill(rank: Rank, path: str) -> dict[str, Any]:
     before = [parameter.detach().full_tensor().clone() for parameter in teacher.parameters()]
     metrics = [update(rank, "policy", batch(), step) for step in (1, 2)]
     after = [parameter.detach().full_tensor() for parameter in teacher.parameters()]
-    rows, logprobs = rank.score("policy", "logprobs", batch())
+    rows, logprobs = rank.compute("policy", "logprobs", batch())
     is_same = all(torch.equal(*pair) for pair in zip(before, after, strict=True)) and not teacher.training
     return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "teacher is as it was": is_same}
 

@@ -78,7 +78,7 @@ def gradients(rank: Rank, path: str) -> dict:
     with torch.no_grad():
         head.copy_(distribute_tensor(values, head.device_mesh, head.placements, src_data_rank=None))
     for role, name in (("policy", "logprobs"), ("critic", "values")):
-        rows, values = rank.score(role, name, batch)
+        rows, values = rank.compute(role, name, batch)
         found[name] = {"rows": rows, name: values}  # each role has a plan of its own
     for role in ("policy", "critic"):
         worker = rank.roles[role]

@@ -47,7 +47,7 @@ def update_both_ways(rank: Rank, path: str) -> dict:
         return {**batch, "advantages": correct_advantages(batch, rank.cfg.algorithm, correction_of(rank.cfg))}
 
     rank.build(roles(rank.cfg, ["policy"]), path)
-    old = assemble(*rank.score("policy", "logprobs", batch))
+    old = assemble(*rank.compute("policy", "logprobs", batch))
     given = rank.update("policy", corrected({**batch, "old_logprobs": old}), 1)
     rank.build(roles(rank.cfg, ["policy"]), path)
     first = mini_batches(batch["group_ids"], rank.roles["policy"].config, 1)[0]
@@ -114,7 +114,7 @@ def compare_logprobs(rank: Rank, path: str) -> dict[str, str]:
     """What the update says of engines whose log-probs differ by so much; "untouched" if it left the weights alone."""
     cfg, batch, found = rank.cfg, make_batch(), {}
     rank.build(roles(cfg, ["policy"]), path)
-    own = assemble(*rank.score("policy", "logprobs", batch))
+    own = assemble(*rank.compute("policy", "logprobs", batch))
     wrong = np.arange(len(own)) % 3 == 0
     cases = {
         "rounding": ({"rollout_logprobs": own + 4e-4}, "auto"),
@@ -133,7 +133,7 @@ def compare_logprobs(rank: Rank, path: str) -> dict[str, str]:
         try:
             rank.update("policy", changed, 4)
         except LogprobMismatchError as error:
-            same = np.array_equal(own, assemble(*rank.score("policy", "logprobs", batch)))
+            same = np.array_equal(own, assemble(*rank.compute("policy", "logprobs", batch)))
             found[name] = f"{'untouched' if same else 'changed'}: {error}"
     return found
 
@@ -150,7 +150,7 @@ def jump(rank: Rank, path: str, directory: str) -> list[str]:
     batch, files, found = make_batch(), ShardedFiles(directory), []
     rank.build(roles(rank.cfg, ["policy"]), path)
     for step, difference in enumerate((2e-6, 5e-4, 5e-4), start=1):
-        own = assemble(*rank.score("policy", "logprobs", batch))
+        own = assemble(*rank.compute("policy", "logprobs", batch))
         try:
             rank.update("policy", {**batch, "rollout_logprobs": own + np.float32(difference) * batch["mask"]}, step)
         except LogprobMismatchError as error:

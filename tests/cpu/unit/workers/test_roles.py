@@ -44,18 +44,18 @@ def models(tmp_path_factory) -> tuple[str, str]:
 def score_all(rank: Rank, path: str, other: str) -> dict:
     specs = [
         policy_role(rank.cfg),
-        RoleSpec("teacher", path=other, key="teacher", scores="teacher_logprobs"),
-        RoleSpec("judge", path=other, head=SCORE, key="judge", scores="scores"),
+        RoleSpec("teacher", path=other, path_key="teacher", computes="teacher_logprobs"),
+        RoleSpec("judge", path=other, head=SCORE, path_key="judge", computes="scores"),
     ]
     rank.build(specs, path)
     batch = make_batch()
     assert [isinstance(worker, TrainedWorker) for worker in rank.roles.values()] == [True, False, False]
     assert not any(p.requires_grad for name in ("teacher", "judge") for p in rank.roles[name].module.parameters())
-    rows, scores = rank.score("judge", "values", batch)
+    rows, scores = rank.compute("judge", "values", batch)
     return {
         "rows": rows,
         "scores": scores,
-        "logprobs": [rank.score(n, "logprobs", batch) for n in ("policy", "teacher")],
+        "logprobs": [rank.compute(n, "logprobs", batch) for n in ("policy", "teacher")],
     }
 
 

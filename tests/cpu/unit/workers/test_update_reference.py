@@ -238,7 +238,7 @@ def scores(rank: Rank, path: str, batch: Batch) -> tuple[tuple, tuple]:
     head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
-    return rank.score("policy", "logprobs", batch), rank.score("critic", "values", batch)
+    return rank.compute("policy", "logprobs", batch), rank.compute("critic", "values", batch)
 
 
 def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], np.ndarray]:
@@ -248,7 +248,7 @@ def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], 
     found = {}
     for name, role in (("old_logprobs", "policy"), ("ref_logprobs", "reference")):
         parts: list = [None] * rank.world_size
-        dist.all_gather_object(parts, rank.score(role, "logprobs", batch))
+        dist.all_gather_object(parts, rank.compute(role, "logprobs", batch))
         found[name] = assemble(parts, batch)
     metrics = {"reference": update(rank, "policy", {**batch, **found}, 1)}
     rank.build(roles(rank.cfg, ["policy"]), path)
