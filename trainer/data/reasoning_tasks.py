@@ -32,12 +32,15 @@ _EVALUATES = frozenset(
 )
 """Tasks whose score evaluates an answer, as Python or by SymPy, which makes Python of it: an answer could run code."""
 
+_NO_ANSWER = "I do not know"
+
 
 def check_task(task: str, options: Mapping[str, Any]) -> None:
     """Check that the package has the task, and that the task takes the options.
 
     Raises:
-        UserError: the package is not installed, has no such task, or refuses the options.
+        UserError: the package is not installed, has no such task, or refuses the options, or the task's score is that
+            of a right answer whatever the policy says.
     """
     known = known_tasks()
     if task not in known:
@@ -55,7 +58,18 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
         if name not in names:
             meant = did_you_mean(name, names) or f"its options are {', '.join(names)}"
             raise UserError(f"data.synthetic_args: the task {task} takes no {name}; {meant}")
-    _chunk(task, _as_text(options), 0)
+    if all(_is_right(_NO_ANSWER, make_example(task, options, number)) for number in range(3)):
+        raise UserError(
+            f"data.synthetic_args.task={task}: reasoning-gym {_version()} gives full reward for `{_NO_ANSWER}` to each "
+            "of its first questions, so nothing could be learnt; choose another task"
+        )
+
+
+def _is_right(answer: str, row: Mapping[str, Any]) -> bool:
+    try:
+        return score(answer, row) == 1
+    except Exception:  # some tasks raise for a text that they cannot read; the reward then counts as failed
+        return False
 
 
 def make_example(task: str, options: Mapping[str, Any], number: int) -> dict[str, Any]:

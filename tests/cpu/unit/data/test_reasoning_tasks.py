@@ -47,6 +47,12 @@ def test_a_row_scores_the_answers_of_completions():
     assert score("none", row) < 0.1 and score(f"<answer>none</answer> {answer}", row) < 0.1
 
 
+def test_a_task_whose_score_takes_every_answer_is_refused():
+    with pytest.raises(UserError, match=r"full reward for `I do not know`"):
+        check_task("game_of_life_halting", {})
+    check_task("prime_factorization", {})  # raises for this answer
+
+
 def test_composites_mix_tasks():
     options = {"datasets": [{"name": "chain_sum", "config": SUM}, {"name": "spell_backward", "weight": 2}]}
     rows = [make_example("composite", options, number) for number in range(20)]
