@@ -16,9 +16,9 @@ from trainer.checkpoint.components import (
     config_digest,
     json_component,
     models_component,
+    start_weights_component,
 )
 from trainer.checkpoint.exports import PolicyExports
-from trainer.checkpoint.start_weights import start_weights_component
 from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import format_size

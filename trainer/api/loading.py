@@ -47,7 +47,7 @@ class SavedCheckpoint:
         Adapters have the names that peft gives them; see `model` for the merged weights.
         """
         from trainer.checkpoint.tensors import NamedFiles
-        from trainer.models.export_checkpoint import read_policy
+        from trainer.models.export_weights import read_policy
 
         return read_policy(NamedFiles(self._checkpoint))
 
@@ -59,7 +59,7 @@ class SavedCheckpoint:
             trust_remote_code: execute the model's code that the checkpoint holds, if there is any.
         """
         from trainer.checkpoint.tensors import NamedFiles
-        from trainer.models.export_checkpoint import DTYPES, export
+        from trainer.models.export_weights import DTYPES, export
         from trainer.models.loading import load_pretrained
 
         if dtype not in ("auto", *DTYPES):

@@ -150,7 +150,7 @@ def _finding(row: dict[str, Any]) -> str:
 
 def _export(args: argparse.Namespace) -> Result:
     from trainer.checkpoint.tensors import NamedFiles
-    from trainer.models.export_checkpoint import export
+    from trainer.models.export_weights import export
 
     if not 0 < args.max_file_gb < 1e6:
         raise UserError(f"--max-file-gb={args.max_file_gb}: must be a number above 0")

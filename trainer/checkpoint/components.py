@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles, FileEntry, read_object, reading
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import LOAD_COMPONENTS, Config
-from trainer.files.atomic_io import digest_bytes
-from trainer.files.documents import ObjectShape, dump_yaml, parse_yaml
+from trainer.errors import UserError, as_list
+from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
+from trainer.files.documents import ObjectShape, Shape, dump_yaml, parse_yaml
+from trainer.files.hf_hub import pinned_data, revision_of
 from trainer.files.redaction import redact
-from trainer.models.files import ADAPTER_CONFIG
+from trainer.models.files import (
+    ADAPTER_CONFIG,
+    BACKBONE_FILES,
+    Contents,
+    differences,
+    read_content,
+    read_contents,
+    resolve_model_path,
+)
 
 LOG = logging.getLogger(__name__)
 
@@ -185,3 +197,188 @@ def assets_component(assets: Mapping[str, bytes], adapter_config: Callable[[], s
 def is_allowed(key: str, allowed: Collection[str]) -> bool:
     """Return whether `trainer.allow_config_change` names this key or a section that contains it."""
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What the model directories gave to the run, so that a resume finds the same
+
+WEIGHTS_FILE = "start_weights.json"
+FILES_FILE = "start_files.json"
+_FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
+_TEMPLATE = "model.chat_template"
+_SMALL_MODEL_BYTES = 1 << 30
+"""Models up to this size are read in about a second."""
+_SAME_EMBEDDED = "give data and model.tiny.start_accuracy as in that run, so that the built-in model is the same"
+
+
+def start_weights_component(cfg: Config, model_path: str) -> Component:
+    """Make the component that holds fingerprints of the base weights, and the content of the model's other files.
+
+    Checkpoints of LoRA runs, and of runs with a frozen reference, do not contain the base weights, so a resume must
+    find the same files. The other files act on every run. The files are read on a thread while the ranks start. The
+    files of the built-in model are not compared: this package makes them of the config.
+    """
+    allowed = cfg.trainer.allow_config_change
+    names = _path_names(cfg)
+    directories = {
+        key: model_path if key == "model.path" else resolve_model_path(name, key) for key, name in names.items()
+    }
+    needed = {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
+    threads = ThreadPoolExecutor(1)
+    digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
+    given = {name: threads.submit(_read, cfg, name, path) for name, path in directories.items()}
+    threads.shutdown(wait=False)
+
+    def content() -> dict[str, bytes]:
+        weights = {name: digest.result() for name, digest in digests.items()}
+        revisions = {names[key]: commit for key, path in directories.items() if (commit := revision_of(path))}
+        revisions |= pinned_data()
+        files = {"files": {name: found.result() for name, found in given.items()}, "revisions": revisions}
+        documents = {WEIGHTS_FILE: weights, FILES_FILE: files}
+        return {name: json.dumps(one, indent=1, sort_keys=True).encode() for name, one in documents.items()}
+
+    def load(checkpoint: Checkpoint, restore: Restore) -> None:
+        compared = _compared_keys(cfg, restore.fork)
+        if restore.fork and not compared:
+            return
+        saved = read_object(checkpoint, WEIGHTS_FILE, {str: str})
+        refused = []
+        for name in compared:
+            known = saved.get(name)
+            if known not in (None, digests[name].result()) and not is_allowed(name, allowed):
+                remedy = _SAME_EMBEDDED if name == "model.path" and cfg.model.path is None else "restore them"
+                refused.append(
+                    f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
+                    f"depends on those; {remedy}, or allow others with trainer.allow_config_change=[{name}]"
+                )
+        can_fork = not _compared_keys(cfg, fork=True)
+        refused += _refused_files(checkpoint, given, directories, allowed, can_fork)
+        if refused:
+            raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
+
+    return files_component("start_weights", content, load, ("weights",))
+
+
+def _path_names(cfg: Config) -> dict[str, str]:
+    """Return the directories and ids that the config names for initial weights, by the keys that name them."""
+    names = {} if cfg.model.path is None else {"model.path": cfg.model.path}
+    return names | {role.path_key: role.path for role in cfg.roles if role.path is not None}
+
+
+def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
+    """Return the keys of the initial weights that a resume compares with those that the run began with.
+
+    They are those with which the run still computes. A fork may replace a model that checkpoints do not hold.
+    """
+    roles = [role for role in cfg.roles if role.needs_initial_weights and (role.saved or not fork)]
+    return list(dict.fromkeys(role.path_key for role in roles))
+
+
+def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
+    """Return a fingerprint of the initial weights with which the run still computes, and of the files beside them.
+
+    The files beside the policy's weights, such as its tokenizer and its chat template, always count: no checkpoint
+    replaces them.
+
+    Args:
+        begins: of all initial weights: the run begins with them.
+    """
+    names = _path_names(cfg)
+    directories = {key: model_path if key == "model.path" else resolve_model_path(name) for key, name in names.items()}
+    if begins:
+        directories["model.path"] = model_path
+    needed = directories if begins else {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
+    found = [f"{key}:{_fingerprint(path)}" for key, path in sorted(needed.items())]
+    if cfg.model.path is not None and not begins:
+        found.append(f"files of model.path:{_fingerprint_files(cfg, model_path)}")
+    return " ".join(found)
+
+
+def _fingerprint_files(cfg: Config, directory: str) -> str:
+    """Return a digest of what the files beside the weights say: that of what a resume compares."""
+    given = read_contents(directory, with_code=cfg.model.trust_remote_code)
+    return digest_bytes(json.dumps(given, sort_keys=True).encode())
+
+
+def _fingerprint(directory: str) -> str:
+    """Return a digest of the files of a model. Large files of no known commit stand for their sizes and times."""
+    commit = revision_of(directory)
+    if commit is not None:
+        return commit
+    with os.scandir(directory) as entries:
+        files = sorted((entry.name, entry.stat()) for entry in entries if entry.is_file())
+    is_small = sum(status.st_size for _, status in files) <= _SMALL_MODEL_BYTES
+    read = [
+        digest_file(os.path.join(directory, name)) if is_small else f"{status.st_size} {status.st_mtime_ns}"
+        for name, status in files
+    ]
+    return digest_bytes(" ".join(f"{name}:{one}" for (name, _), one in zip(files, read, strict=True)).encode())
+
+
+def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
+    """Return the keys of model directories that may have another path now, because a resume compares their content.
+
+    Weights need no comparison if the checkpoint holds all of them.
+
+    Raises:
+        CorruptCheckpointError: a record of the checkpoint cannot be read.
+    """
+    files = _saved_files(checkpoint).get("files", {})
+    weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
+    compared = _compared_keys(cfg)
+    return tuple(
+        key
+        for key, path in _path_names(cfg).items()
+        if os.path.isdir(path)
+        and key in files
+        and (key in weights or key not in compared)
+        and not is_allowed(key, cfg.trainer.allow_config_change)
+    )
+
+
+def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the commits of the Hub that the run began with, by the ids of models and data sets.
+
+    Raises:
+        CorruptCheckpointError: the file cannot be read.
+    """
+    return _saved_files(checkpoint).get("revisions", {})
+
+
+def _saved_files(checkpoint: Checkpoint) -> dict[str, Any]:
+    return read_object(checkpoint, FILES_FILE, _FILES, missing_ok=True)
+
+
+def _read(cfg: Config, name: str, path: str) -> Contents:
+    if name != "model.path":
+        return read_contents(path, cfg.model.trust_remote_code, BACKBONE_FILES)
+    given = read_contents(path, cfg.model.trust_remote_code)
+    if cfg.model.chat_template is not None and os.path.exists(cfg.model.chat_template):  # else it is a name
+        given[_TEMPLATE] = read_content(cfg.model.chat_template)
+    return given
+
+
+def _refused_files(
+    checkpoint: Checkpoint,
+    given: Mapping[str, Future[Contents]],
+    paths: Mapping[str, str],
+    allowed: list[str],
+    can_fork: bool,
+) -> list[str]:
+    """Return a sentence for each model directory whose files are not those that the run began with."""
+    saved, refused = _saved_files(checkpoint).get("files", {}), []
+    for name, found in given.items():
+        before, now = saved.get(name), found.result()
+        if before is None:
+            continue
+        files = sorted({*before, *now})
+        if is_allowed(_TEMPLATE, allowed):
+            files = [file for file in files if file != _TEMPLATE]
+        changed = [change for file in files if (change := differences(file, before.get(file), now.get(file)))]
+        if changed and not is_allowed(name, allowed):
+            fork = "fork the checkpoint (trainer.resume_mode=from_path), " if can_fork else ""
+            refused.append(
+                f"{name}={paths[name]}: its files are not those that the run began with ({'; '.join(changed)}); "
+                f"restore them, {fork}or allow others with trainer.allow_config_change=[{name}]"
+            )
+    return refused

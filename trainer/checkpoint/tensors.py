@@ -44,7 +44,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_object
 from trainer.files.hf_hub import first_line
-from trainer.models.export_sharded import in_groups
+from trainer.models.export_weights import in_groups
 
 _PARALLEL = 16
 _BATCH_BYTES = 512 << 20

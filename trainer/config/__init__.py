@@ -16,7 +16,6 @@ from trainer.config.algorithm import (
 from trainer.config.data import DataConfig, DPOConfig, RMConfig, SFTConfig, ValSetConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
-from trainer.config.logger import LoggerConfig
 from trainer.config.model import (
     CriticConfig,
     FSDPConfig,
@@ -43,4 +42,4 @@ from trainer.config.tasks import (
     policy_role,
     reference_role,
 )
-from trainer.config.trainer import LOAD_COMPONENTS, TrainerConfig
+from trainer.config.trainer import LOAD_COMPONENTS, LoggerConfig, TrainerConfig

@@ -27,11 +27,10 @@ from trainer.config.algorithm import (
 from trainer.config.data import GENERATORS, SMOOTHED, DataConfig, NamedData, SourceConfig, ValSetConfig
 from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
-from trainer.config.logger import SERVICES, LoggerConfig
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import MODEL, REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
-from trainer.config.trainer import THIS_PROCESS
+from trainer.config.trainer import SERVICES, THIS_PROCESS, LoggerConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
 

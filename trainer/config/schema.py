@@ -18,11 +18,10 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig, DPOConfig, NamedData, RMConfig, SFTConfig
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.fields import Section, subsection, value_of, walk_keys, walk_sections
-from trainer.config.logger import LoggerConfig, PlanConfig
 from trainer.config.model import ModelConfig
 from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RolloutConfig
 from trainer.config.tasks import OPTIONS, RoleSpec, TaskSpec, find_task
-from trainer.config.trainer import TrainerConfig
+from trainer.config.trainer import LoggerConfig, PlanConfig, TrainerConfig
 from trainer.errors import UserError, did_you_mean
 
 FILE = os.path.join(os.path.dirname(__file__), "foreign.tsv")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from trainer.checkpoint import last_commit
+from trainer.checkpoint.components import fingerprint_weights, read_revisions
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.start_weights import fingerprint_weights, read_revisions
 from trainer.checkpoint.tensors import NamedFiles
 from trainer.config import Config
 from trainer.config.fields import resume_rules
@@ -34,9 +34,9 @@ from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.estimates import row_values
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.models.export_checkpoint import adapter_files, export
+from trainer.models.checks import refuse_classifier, refuse_classifier_in
+from trainer.models.export_weights import adapter_files, export
 from trainer.models.files import resolve_model_path
-from trainer.models.heads import refuse_classifier, refuse_classifier_in
 from trainer.models.tokenizer import stop_token_ids
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS

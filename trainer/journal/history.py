@@ -14,9 +14,8 @@ import numpy as np
 import xxhash
 
 from trainer import __version__
-from trainer.checkpoint.components import Restore
+from trainer.checkpoint.components import Restore, fingerprint_weights
 from trainer.checkpoint.manifest import Checkpoint, read_object
-from trainer.checkpoint.start_weights import fingerprint_weights
 from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.files.atomic_io import digest_file

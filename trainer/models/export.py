@@ -22,6 +22,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import sync_path, sync_tree
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
+from trainer.models.checks import classifier_fields
 from trainer.models.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -30,7 +31,6 @@ from trainer.models.files import (
     load_config,
     untie_own_head,
 )
-from trainer.models.heads import classifier_fields
 from trainer.models.tokenizer import tokenizer_changes
 from trainer.process.failpoints import failpoint
 

@@ -221,7 +221,7 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
     otherwise that of `main`.
 
     Args:
-        key: names the path in messages (see `RoleSpec.key`).
+        key: names the path in messages (see `RoleSpec.path_key`).
         files: patterns of the files to download.
 
     Raises:

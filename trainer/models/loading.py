@@ -32,9 +32,8 @@ from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, is_stateful, packing_arguments, set_attention
-from trainer.models.checks import refuse_axis
+from trainer.models.checks import SCORE_HEAD, VALUE_HEAD, check_head, is_classifier, refuse_axis, score_name
 from trainer.models.files import check_position_table, fit_rotations, load_trained_config, weight_shapes
-from trainer.models.heads import SCORE_HEAD, VALUE_HEAD, check_head, is_classifier, score_name
 from trainer.models.logprobs import compile_head, set_head
 from trainer.models.lora import add_adapters, hugging_face_name, initialise_adapters
 from trainer.models.tensor_parallel import apply_tp

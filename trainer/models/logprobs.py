@@ -23,8 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trainer.config.algorithm import TeacherConfig
 from trainer.models.attention import packing_arguments
-from trainer.models.divergence import divergence, log_softmax
-from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
+from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, divergence, gradient_of_logits, log_softmax
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing, index_select
 

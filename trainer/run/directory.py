@@ -10,11 +10,11 @@ from typing import Any
 
 from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.access import AskedRanks, check_access, give_access
+from trainer.checkpoint.components import read_revisions
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
-from trainer.checkpoint.start_weights import read_revisions
+from trainer.checkpoint.store import AskedRanks, check_access, give_access
 from trainer.checkpoint.uploads import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError

@@ -12,10 +12,9 @@ from typing import Any
 from trainer import __version__
 from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.components import Restore, read_config
+from trainer.checkpoint.components import Restore, movable_paths, read_config
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import LINEAGE, Checkpoint, CorruptCheckpointError, step_in
-from trainer.checkpoint.start_weights import movable_paths
 from trainer.config import LOAD_COMPONENTS, Config
 from trainer.config.rules import SavedRun
 from trainer.errors import UserError

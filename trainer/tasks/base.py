@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-from trainer.checkpoint.start_weights import fingerprint_weights
+from trainer.checkpoint.components import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.fields import config_error

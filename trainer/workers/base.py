@@ -21,7 +21,7 @@ from trainer.config import FSDPConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
-from trainer.models.export_sharded import write_safetensors
+from trainer.models.export_weights import write_safetensors
 from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows

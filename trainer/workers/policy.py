@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.config import RoleSpec
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
-from trainer.models.export_sharded import (
+from trainer.models.export_weights import (
     export_tensors,
     file_bytes,
     merged_tensors,

@@ -12,7 +12,7 @@ from tests.support.disks import DISK, Process
 from tests.support.odd_files import config
 from tests.support.ranks import local_cluster
 from tests.support.runs import OpenRun, configured
-from trainer.checkpoint.access import check_access, give_access
+from trainer.checkpoint.store import check_access, give_access
 from trainer.errors import UserError
 from trainer.learner.train_workers import TrainWorkers
 

@@ -20,9 +20,9 @@ from trainer.checkpoint.components import (
     json_component,
     models_component,
     read_config,
+    start_weights_component,
 )
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, verify
-from trainer.checkpoint.start_weights import start_weights_component
 from trainer.config import LOAD_COMPONENTS, Config, ModelConfig
 from trainer.errors import UserError
 from trainer.files.documents import parse_yaml

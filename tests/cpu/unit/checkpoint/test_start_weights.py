@@ -14,8 +14,13 @@ from huggingface_hub import constants
 
 from tests.support.odd_files import rewrite
 from tests.support.runs import OpenRun, configured
-from trainer.checkpoint.components import config_component, json_component
-from trainer.checkpoint.start_weights import FILES_FILE, WEIGHTS_FILE, start_weights_component
+from trainer.checkpoint.components import (
+    FILES_FILE,
+    WEIGHTS_FILE,
+    config_component,
+    json_component,
+    start_weights_component,
+)
 from trainer.config import Config, DataConfig, RoleSpec, TaskSpec, policy_role
 from trainer.config.tasks import add_task
 from trainer.data.datasets import read_examples

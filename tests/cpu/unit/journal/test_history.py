@@ -13,8 +13,7 @@ import pytest
 from tests.support.config import set_value
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.components import Restore
-from trainer.checkpoint.start_weights import fingerprint_weights
+from trainer.checkpoint.components import Restore, fingerprint_weights
 from trainer.config import Config
 from trainer.config.fields import resume_rules
 from trainer.episodes import Episode, Sample

@@ -13,7 +13,6 @@ from tests.support.architectures import ARCHITECTURES, SHAPE, VOCABULARY, random
 from trainer.config.algorithm import TeacherConfig
 from trainer.models import logprobs as module
 from trainer.models.attention import set_attention
-from trainer.models.divergence import divergence
 from trainer.models.logprobs import (
     Distributions,
     Head,
@@ -22,7 +21,7 @@ from trainer.models.logprobs import (
     logprobs_and_divergence,
     set_head,
 )
-from trainer.models.online_softmax import Vocabulary
+from trainer.models.online_softmax import Vocabulary, divergence
 from trainer.parallel.packing import Packing
 
 POLICY, TEACHER = [2, 1, 0.3, -1, 0, -0.5], [0, 1, 2, 0.5, -1, 0.2]  # logits

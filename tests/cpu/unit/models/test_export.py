@@ -13,7 +13,7 @@ import torch
 from trainer.checkpoint.lock import RunLock
 from trainer.errors import UserError
 from trainer.models.export import PolicyExporter, atomic_directory, model_assets, write_files
-from trainer.models.export_sharded import plan_layout
+from trainer.models.export_weights import plan_layout
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 

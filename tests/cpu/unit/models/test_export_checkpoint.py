@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights
-from trainer.models.export_checkpoint import export, read_policy
+from trainer.models.export_weights import export, read_policy
 
 ASSETS = "policy/huggingface/"
 CONFIG = {"model_type": "qwen3", "tie_word_embeddings": True, "dtype": "bfloat16"}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
-from trainer.models.export_sharded import export_tensors, in_groups, plan_layout, write_safetensors
+from trainer.models.export_weights import export_tensors, in_groups, plan_layout, write_safetensors
 from trainer.workers.rank import Rank
 
 TENSORS = {

@@ -18,10 +18,9 @@ from tests.support.saved_policy import SavedPolicy
 from tests.support.tables import table
 from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
 from trainer.errors import UserError
+from trainer.models.checks import check_head, classifier_fields, refuse_classifier_in
 from trainer.models.export import policy_assets, write_files
-from trainer.models.export_checkpoint import export
-from trainer.models.export_sharded import write_safetensors
-from trainer.models.heads import check_head, classifier_fields, refuse_classifier_in
+from trainer.models.export_weights import export, write_safetensors
 from trainer.models.loading import load_model, load_pretrained
 from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PhimoeC
 
 from tests.support.architectures import ALL, ARCHITECTURES, SHAPE, WINDOW
 from tests.support.tables import table
-from trainer.models.masks import Visible, visible_tokens
+from trainer.models.attention import Visible, visible_tokens
 
 _NO_HEADS = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 ONE_KIND = {

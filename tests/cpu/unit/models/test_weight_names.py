@@ -16,8 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.saved_policy import SavedPolicy
 from tests.support.tables import table
 from trainer.config import ModelConfig, policy_role
-from trainer.models.export_checkpoint import export
-from trainer.models.export_sharded import file_bytes, stream_tensors, write_safetensors
+from trainer.models.export_weights import export, file_bytes, stream_tensors, write_safetensors
 from trainer.models.loading import load_model
 from trainer.models.weight_names import empty_model, file_tensors, file_units, module_weights, whole_units
 from trainer.workers.rank import Rank

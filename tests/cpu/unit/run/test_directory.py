@@ -14,8 +14,7 @@ import pytest
 from tests.support.jobs import run_job
 from tests.support.runs import OpenRun, a_run, configured, save_steps
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.checkpoint.components import config_component, json_component
-from trainer.checkpoint.start_weights import start_weights_component
+from trainer.checkpoint.components import config_component, json_component, start_weights_component
 from trainer.errors import UserError
 from trainer.run.directory import RunDirectory
 
