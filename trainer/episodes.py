@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,19 @@ class Sample:
     version_spans: tuple[tuple[int, int], ...] = ()
     """Which weights sampled which tokens, if several did: pairs of a version and a number of tokens, in the order of
     the tokens whose `mask` is 1. Empty: one version did, or the engine does not say."""
+    reward: float | None = None
+    """Of the conversation that the sample belongs to. None: it is not known (see `Episode.reward`)."""
+    player: str = ""
+    """Who of the environment's players the policy was. The samples of a player are compared with those of the same
+    player in other episodes of the prompt. Empty: there is one player."""
+    sampled_by: str = ""
+    """The name of another policy that sampled the tokens; `weight_versions` are then its own. Empty: this run's."""
 
     @property
     def is_foreign(self) -> bool:
         """Whether another policy than this run's sampled its tokens, so that no version says how far away it is."""
         is_sampled = self.logprobs is not None and bool((self.mask > 0).any())
-        return is_sampled and (self.weight_versions is None or self.weight_versions[0] == 0)
+        return is_sampled and bool(self.sampled_by or self.weight_versions is None or self.weight_versions[0] == 0)
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,14 @@ class Episode:
     uid: str
     """`epoch:row:number`, or `source:epoch:row:number` in a mix. Every random draw for the episode is keyed by it."""
     group: str
-    """The same for all episodes of one prompt."""
+    """The same for all episodes of one prompt. Estimators compare the samples of one group and one player."""
     samples: list[Sample]
-    """One, unless a later turn could not be written as the earlier ones with more tokens after them."""
+    """Those of one player together. One for each, unless a later turn could not be written as the earlier ones with
+    more tokens after them."""
     reward: float | None = 1.0
-    """None: it is not scored yet, or that failed, or its environment failed before the policy could cause that: then
-    losses, baselines and means of rewards leave the episode out."""
+    """Also that of its samples, unless players have rewards of their own: then it is their mean. None: it is not scored
+    yet, or that failed, or its environment failed before the policy could cause that: then losses, baselines and means
+    of rewards leave the episode out."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What `reward` consists of."""
     status: str = "stop"
@@ -88,6 +97,19 @@ class Episode:
     """The reference answer; empty if the data has none."""
     source: str = ""
     """The row's source: its dotted name below `data`, such as `mix.math`. Empty: the run's own data."""
+
+    def __post_init__(self) -> None:
+        by_player: dict[str, list[Sample]] = {}
+        for sample in self.samples:
+            has_own = sample.player and sample.reward is not None
+            sample = sample if has_own or sample.reward == self.reward else replace(sample, reward=self.reward)
+            by_player.setdefault(sample.player, []).append(sample)
+        object.__setattr__(self, "samples", [sample for some in by_player.values() for sample in some])
+
+    @property
+    def player_rewards(self) -> dict[str, float | None]:
+        """The reward of each player, in the order of the samples; that of the episode if there is one player."""
+        return {sample.player: sample.reward for sample in self.samples} or {"": self.reward}
 
     @property
     def number(self) -> int:

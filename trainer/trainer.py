@@ -125,7 +125,7 @@ class Trainer:
         """
         seed_rng(derive_seed(self.cfg.trainer.seed, "driver"))  # for user code
         resets = [
-            partial(self.learner.kl.load_state_dict, self.learner.kl.state_dict()),
+            partial(self.learner.load_state_dict, self.learner.state_dict()),
             partial(self.source.load_state_dict, self.source.state_dict()),
             partial(restore_rng, capture_rng()),
         ]
@@ -331,7 +331,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         return {
             **self.state.state_dict(),
-            "kl_controller": self.learner.kl.state_dict(),
+            **self.learner.state_dict(),
             "tracker": self.tracker.state_dict(),
             "rng": rng_as_text(capture_rng(with_gpu=False)),
             "history": self.journal.history,
@@ -339,7 +339,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.load_state_dict(state)
-        self.learner.kl.load_state_dict(state["kl_controller"])
+        self.learner.load_state_dict(state)
         restore_rng(rng_from_text(state["rng"]))
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -259,3 +260,16 @@ class Framework:
         first = await agent.run(row["prompt"])
         second = await agent.run("And again?", message_history=first.all_messages())
         return AgentResult(float(second.output == row["answer"]), metrics={"words": len(first.output.split())})
+
+
+class Debate:
+    """Two players answer the same prompt, and earn the length of their reply. `row["unnamed"]`: nobody asks, too."""
+
+    players = ("pro", "con")
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> AgentResult:
+        pro, con = (dataclasses.replace(endpoint, model=f"{endpoint.model}:{name}") for name in self.players)
+        said = {name: ask(one, row["prompt"]) for name, one in (("pro", pro), ("con", con))}
+        if row.get("unnamed"):
+            ask(endpoint, row["prompt"])
+        return AgentResult(0.5, player_rewards={name: float(len(text)) for name, text in said.items()})

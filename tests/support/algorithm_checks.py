@@ -60,6 +60,7 @@ def check_advantages(name: str, rewards: Tensor, mask: Tensor, ids: Tensor, valu
     given = {
         "values": values,
         "baselines": baselines,
+        "player_baselines": baselines,
         "old_logprobs": values,
         "teacher_logprobs": 2 * values,
         **options,

@@ -242,3 +242,31 @@ class Random(ToolEnvironment):
         made = await super().step({**reply, "content": '<tool_call>{"name": "toss"}</tool_call>'})
         chance = os.urandom(2)
         return StepResult(made.messages, chance[0] / 255, done=chance[1] % 3 == 0, metrics=made.metrics)
+
+
+class Duel:
+    """Two players reply in turn, `row["turns"]` times in all, and hear each other. x wins. Each reply earns 0.25.
+
+    With `stops`, a path, the second reply to a row with `stops` waits the first time. What x wins may be a hash.
+    """
+
+    players = ("x", "o")
+
+    def __init__(self, stops: str | None = None, is_hashed: bool = False):
+        self._stops, self._is_hashed = stops, is_hashed
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._row, self._said = row, 0
+        return user("x begins")
+
+    def step(self, reply: Message) -> StepResult:
+        self._said += 1
+        if self._said == 2 and self._stops and self._row.get("stops") and first_time(self._stops):
+            time.sleep(60)
+        if self._said == self._row["turns"]:
+            won = derive_seed(reply["content"]) % 8 / 8 if self._is_hashed else 1.0
+            return StepResult([], 0.25, True, player_rewards={"x": won, "o": -won})
+        player = self._row.get("player", "xo"[self._said % 2])
+        return StepResult(user(f"{player} hears {reply['content']}"), 0.25, player=player)
+
+    def close(self) -> None: ...

@@ -100,6 +100,10 @@ def remax(rewards, ids, baselines, gamma, normalize_std=False):
     return whiten(out, 1e-8) if normalize_std else out
 
 
+def rae(rewards, ids, baselines):
+    return [[sum(row) - baseline] * len(row) for row, baseline in zip(rewards, baselines, strict=True)]
+
+
 def maxrl(rewards, ids):
     scores, out = [sum(row) for row in rewards], [0.0] * len(rewards)
     for members in groups_of(ids).values():

@@ -82,6 +82,12 @@ class ToyLearner:
         self.cluster = SimpleNamespace(device="cpu", drain=lambda error: None)
         self.kl = FixedKL(0.0)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_controller": self.kl.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl.load_state_dict(state["kl_controller"])
+
     def build(self, model_path: str) -> None:
         pass
 

@@ -47,6 +47,8 @@ class Turn:
     """Digest of all messages that the turn answers."""
     is_side: bool = False
     """The reply is not a part of the task, and not trained."""
+    player: str = ""
+    """Who has asked."""
     completion: Completion | None = None
     reply: str = ""
     """The text of the reply as the agent gets it, without calls."""
@@ -125,11 +127,13 @@ class CallTree:
         continues = parent is not None and np.array_equal(prompt_ids[: len(tokens)], tokens)
         added = prompt_ids[len(tokens) :].copy() if continues else prompt_ids
         digest = xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())
-        name = f"{digest}:side:" if request.is_side else f"{digest}::"
+        name = f"{digest}:side:" if request.is_side else f"{digest}:{request.player}:"
         key = f"{name}{self._counts[name]}"
         self._counts[name] += 1
         number, length, history = len(self.turns), len(prompt_ids), histories[-1]
-        self.turns.append(Turn(number, key, parent, continues, added, length, conversation, history, request.is_side))
+        turn = Turn(number, key, parent, continues, added, length, conversation, history)
+        turn.is_side, turn.player = request.is_side, request.player
+        self.turns.append(turn)
         return self.turns[-1]
 
     def answer(self, turn: Turn, completion: Completion, request: ChatRequest) -> ChatMessage:
@@ -158,7 +162,12 @@ class CallTree:
         They are in the order of arrival; if turns were under way together, in an order that does not depend on time.
         """
         return [
-            sample_of(leaf.token_ids, [(turn.prompt_length, turn.completed) for turn in leaf.path() if turn in owned])
+            dataclasses.replace(
+                sample_of(
+                    leaf.token_ids, [(turn.prompt_length, turn.completed) for turn in leaf.path() if turn in owned]
+                ),
+                player=leaf.player,
+            )
             for leaf, owned in self._leaves()
         ]
 
@@ -264,8 +273,8 @@ def _with_ids_of(turn: Turn, reply: ChatMessage, answers: Sequence[Message]) -> 
 
 
 def _digests(request: ChatRequest) -> list[str]:
-    """Return a digest of the messages up to each of them, and of the tools, which are a part of the prompt."""
-    digests = [xxhash.xxh3_128_hexdigest(json.dumps(request.tools).encode())]
+    """Return a digest of the messages up to each of them, of the player, and of the tools, a part of the prompt."""
+    digests = [xxhash.xxh3_128_hexdigest((request.player + json.dumps(request.tools)).encode())]
     for message in request.messages:
         digests.append(_extend(digests[-1], message))
     return digests[1:]

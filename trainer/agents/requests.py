@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import xxhash
 
 from trainer.agents.messages import ApiError, ChatMessage
-from trainer.environments.base import side_model
+from trainer.environments.base import player_model, side_model
 from trainer.files.documents import nests_deeply
 from trainer.generation.engine import Sampling
 
@@ -46,6 +46,8 @@ class ChatRequest:
     """A streamed answer of the chat API ends with the number of tokens."""
     is_side: bool = False
     """Not a part of the task, such as a title: the reply is sampled and not trained."""
+    player: str = ""
+    """Who of the agent's players asks."""
     digest: str = ""
     """Of all fields but those of the connection. A request that is repeated has the same."""
 
@@ -61,6 +63,7 @@ class Rules:
         overrides: how a request wants to sample does not count (`environment.agent_sampling=override`).
         max_turns: most replies of an episode.
         max_tokens: most tokens of a prompt and its reply; None: no more than those of each.
+        players: that the agent names; empty: there is one, without a name.
     """
 
     model: str
@@ -69,6 +72,12 @@ class Rules:
     overrides: bool
     max_turns: int
     max_tokens: int | None = None
+    players: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The player of each model that requests may name."""
+        return {player_model(self.model, player): player for player in self.players or ("",)}
 
 
 class Wire(Protocol):
@@ -107,15 +116,17 @@ def parse_request(body: bytes, rules: Rules, wire: Wire) -> ChatRequest:
     digest = xxhash.xxh3_128_hexdigest(json.dumps(own, sort_keys=True).encode())
     given = {name: value for name, value in fields.items() if value is not None}
     model = given.pop("model", None)
-    if model not in (rules.model, side_model(rules.model)):
+    is_side_model = model == side_model(rules.model)
+    if not is_side_model and (not isinstance(model, str) or model not in rules.models):
         problem = "the request names no model" if model is None else f"there is no model {model!r:.100}"
-        raise ApiError(f"{problem}; the policy is called {rules.model}", "model", "model_not_found")
+        called = " or ".join(rules.models)
+        raise ApiError(f"{problem}; the policy is called {called}", "model", "model_not_found")
     request = wire.read(given, rules, digest)
     stream = take_flag(given, "stream")
     _check_sampling(given, rules)
     _check_rest(given, wire)
-    is_side = request.is_side or model == side_model(rules.model)
-    return dataclasses.replace(request, stream=stream, is_side=is_side, digest=digest)
+    is_side, player = request.is_side or is_side_model, rules.models.get(str(model), "")
+    return dataclasses.replace(request, stream=stream, is_side=is_side, digest=digest, player=player)
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -15,8 +16,8 @@ from trainer.agents.requests import Rules
 from trainer.agents.server import AgentServer, shared_server
 from trainer.agents.sessions import AgentSession
 from trainer.config import Config
-from trainer.environments.base import AgentResult
-from trainer.environments.episode_runner import Asks, EnvironmentRunner, RolloutRequest, empty_sample
+from trainer.environments.base import AgentResult, find_environment, players_of
+from trainer.environments.episode_runner import Asks, EnvironmentRunner, RolloutRequest, empty_sample, mean_reward
 from trainer.episodes import Episode
 from trainer.generation.engine import Request, Sampling
 from trainer.sandbox.pool import Calls
@@ -42,6 +43,7 @@ class AgentRunner(EnvironmentRunner):
         most = cfg.environment.agent_concurrency
         self._slots = asyncio.Semaphore(most) if most else None
         self._rollout = cfg.rollout
+        self._players = players_of(find_environment(cfg.environment.name or ""))
 
     def __enter__(self) -> Self:
         e = self._config
@@ -112,7 +114,7 @@ class AgentRunner(EnvironmentRunner):
         stops = request.sampling.stop_token_ids
         usual = Sampling(r.temperature, r.top_p, r.top_k, r.max_response_tokens, stops)
         overrides = e.agent_sampling == "override"
-        rules = Rules(MODEL, request.sampling, usual, overrides, e.max_turns, self._most_tokens)
+        rules = Rules(MODEL, request.sampling, usual, overrides, e.max_turns, self._most_tokens, self._players)
         tree = CallTree(self._tokenizer, self._longest, self._limit, self._reader)
         seed_of = partial(turn_seed, self._seed, request.step, request.group, request.number)
         episode = AgentEpisode(tree, rules, seed_of, submit, self.server.address)
@@ -123,7 +125,11 @@ class AgentRunner(EnvironmentRunner):
         """Return the episode of an agent that has ended."""
         tree = session.episode.tree
         result = session.result or AgentResult()
+        reward = result.reward + sum(result.rewards.values())
         samples = tree.samples()
+        rewards = {one.player: reward + result.player_rewards.get(one.player, 0.0) for one in samples} or {"": reward}
+        if not session.failure:
+            samples = [dataclasses.replace(sample, reward=rewards[sample.player]) for sample in samples]
         messages, turns = tree.transcript()
         counts = {"samples": float(len(samples)), "errors": float(bool(session.error))}
         is_spared = session.failure and not turns
@@ -132,7 +138,7 @@ class AgentRunner(EnvironmentRunner):
             request.uid,
             request.group,
             samples or [empty_sample(self._tokenizer)],
-            reward=None if is_spared else result.reward + sum(result.rewards.values()),
+            reward=None if is_spared else mean_reward(list(rewards.values())),
             rewards=result.rewards,
             status=session.status,
             failure=session.failure,

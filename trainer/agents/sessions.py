@@ -93,12 +93,17 @@ class AgentSession:
 
     def _take(self, value: Any) -> None:
         match value:
-            case {"reward": float(reward), "rewards": dict(rewards), "metrics": dict(metrics)}:
-                result = AgentResult(reward, rewards, metrics)
+            case {
+                "reward": float(reward),
+                "rewards": dict(rewards),
+                "metrics": dict(metrics),
+                "player_rewards": dict(of_players),
+            }:
+                result = AgentResult(reward, rewards, metrics, of_players)
             case _:
                 self.status, self.failure = "failed", "has written into the pipe of its process"
                 return
-        total = reward + sum(rewards.values())
+        total = reward + sum(rewards.values()) + max(of_players.values(), key=abs, default=0.0)
         if abs(total) <= LARGEST_REWARD:
             self.result, self.status = result, self.episode.limit or "stop"
         else:

@@ -4,7 +4,13 @@ All functions use one convention: tensors are `(B, T)`, position t belongs to to
 reward, the value of the state before it), and `mask` is 1 for tokens that the policy has generated.
 """
 
-from trainer.algorithms.advantages import ADVANTAGES, informative_groups, overlong_penalty, shape_rewards
+from trainer.algorithms.advantages import (
+    ADVANTAGES,
+    MovingAverages,
+    informative_groups,
+    overlong_penalty,
+    shape_rewards,
+)
 from trainer.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
 from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weights, train_inference_mismatch
 from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, sampled_reverse_kl
@@ -20,6 +26,7 @@ __all__ = [
     "POLICY_LOSSES",
     "AdaptiveKL",
     "FixedKL",
+    "MovingAverages",
     "Totals",
     "aggregate",
     "correction_weights",

@@ -10,7 +10,7 @@ value, and equal values become 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -179,6 +179,54 @@ def remax(
     return (_whiten(advantages, mask, eps) if normalize_std else advantages), returns
 
 
+@torch.no_grad()
+def rae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, player_baselines: Tensor) -> tuple[Tensor, Tensor]:
+    """Role-conditioned advantage estimation (Liu et al., SPIRAL, 2025, section 3.3), for self-play.
+
+        A_i = R_i - b          b <- d b + (1 - d) R_i
+
+    b is the moving average of the rewards of the player of completion i, from 0, and is read before its own update. So
+    what a player gains by its place in the game is no credit. Any size of group will do. d is the option
+    `baseline_decay` (0.95). Each player of each source has an average, which is part of checkpoints.
+
+    Args:
+        player_baselines: `(B,)`, b of each row (see `MovingAverages`).
+    """
+    scores, baselines = at_least_float32(_scores(rewards, mask), player_baselines)
+    return _to_tokens(scores - baselines, mask)
+
+
+class MovingAverages:
+    """The moving averages of `rae`.
+
+    Args:
+        decay: d.
+    """
+
+    def __init__(self, decay: float = 0.95):
+        self.decay = decay
+        self.averages: dict[str, float] = {}
+
+    def read(self, players: Sequence[str], rewards: Sequence[float | None]) -> tuple[list[float], dict[str, float]]:
+        """Return the average of each player before its reward, one after another, and the averages after all of them.
+
+        Args:
+            rewards: None: it is not known, and changes nothing.
+        """
+        averages, baselines = dict(self.averages), []
+        for player, reward in zip(players, rewards, strict=True):
+            baselines.append(averages.get(player, 0.0))
+            if reward is not None:
+                averages[player] = self.decay * baselines[-1] + (1 - self.decay) * reward
+        return baselines, averages
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self.averages)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.averages = dict(state)
+
+
 @compares_completions
 @torch.no_grad()
 def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -315,6 +363,7 @@ ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
+    "rae": rae,
     "maxrl": maxrl,
     "opo": opo,
     "grpo_passk": grpo_passk,

@@ -25,6 +25,8 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
 SAMPLED, FORWARD, REVERSE, JSD = "sampled", "forward", "reverse", "jsd"
 TEACHER_KEY, TEACHER_LOGPROBS = "algorithm.teacher.path", "teacher_logprobs"
+PLAYER_BASELINES = "player_baselines"
+_OF_MODELS = ("ref_logprobs", "rollout_logprobs", TEACHER_LOGPROBS)
 AUTO, OFF = "auto", "off"
 
 
@@ -37,11 +39,12 @@ CRITIC_OPTIONS = ("value_clip",)
 CORRECTION_OPTIONS = ("rollout_correction_level", "rollout_correction_low", "rollout_correction_high")
 ESTIMATOR_OPTIONS = ("gamma", "lam", "normalize_std")
 """Options that a policy loss gets only if it has a parameter of that name."""
-RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlong_factor": 1.0, "max_gen_batches": 10}
+RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlong_factor": 1.0}
+RUN_OPTIONS |= {"max_gen_batches": 10, "baseline_decay": 0.95}
 """Options that no function gets, with their defaults (`AlgorithmConfig.run_option`)."""
 INPUTS = {
-    ESTIMATOR: ("values", "baselines", "old_logprobs", "ref_logprobs", "rollout_logprobs", TEACHER_LOGPROBS),
-    LOSS: ("ref_logprobs", "rollout_logprobs", "values", "returns", "group_ids", TEACHER_LOGPROBS),
+    ESTIMATOR: ("values", "baselines", PLAYER_BASELINES, "old_logprobs", *_OF_MODELS),
+    LOSS: (*_OF_MODELS, "values", "returns", "group_ids"),
 }
 """Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `computes` of roles."""
 OPTION_KEYS: dict[str, tuple[str, ...]] = {ESTIMATOR: (), LOSS: ("clip_low", "clip_high", "aggregation")}
@@ -54,6 +57,7 @@ GIVEN = {
 BUILT_IN_INPUTS = {
     "gae": frozenset({"values"}),
     "remax": frozenset({"baselines"}),
+    "rae": frozenset({PLAYER_BASELINES}),
     "reverse_kl": frozenset({"old_logprobs", TEACHER_LOGPROBS}),
 }
 """The built-in functions that read one of `INPUTS`."""
@@ -77,7 +81,7 @@ class TeacherConfig(Section):
 class AlgorithmConfig(Section):
     advantage_estimator: str = setting("grpo", resume="update")
     """`gae` (with a critic), `reward`, `grpo`, `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `remax`,
-    `maxrl`, `opo`, `grpo_passk`, `reverse_kl`, `zero` (see docs/algorithms.md), or an import path
+    `rae` (self-play), `maxrl`, `opo`, `grpo_passk`, `reverse_kl`, `zero` (see docs/algorithms.md), or an import path
     `package.module:function`."""
     policy_loss: str = setting("clip", resume="update")
     """`clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `reinforce`, `importance_weighted_ce` (see
@@ -102,8 +106,9 @@ class AlgorithmConfig(Section):
     `mis`); `filter_zero_variance` (false; true: prompts whose completions all got the same reward do not count in the
     losses and their denominators); `overlong_masking` (false; true: completions that were cut at the limit do not count
     in the losses); of `overlong_buffer` `overlong_factor` (1.0: the penalty at the length limit, subtracted from the
-    reward); and of `dynamic_sampling` `max_gen_batches` (10: most batches of prompts that a step samples; if they hold
-    too few prompts with different rewards, the step is filled up with the other prompts)."""
+    reward); of `rae` `baseline_decay` (0.95: share of a player's moving average that its next reward leaves); and of
+    `dynamic_sampling` `max_gen_batches` (10: most batches of prompts that a step samples; if they hold too few prompts
+    with different rewards, the step is filled up with the other prompts)."""
     old_logprobs: str = setting("recompute", choices=("recompute", "rollout"), resume="update")
     """Log-probs of the old policy in the ratio: `recompute` (computed by the ranks: before the update, or for the first
     optimizer step in the update) or `rollout` (those of the engine that sampled; no pass before the update)."""

@@ -74,6 +74,8 @@ class SourceConfig(NamedData):
     source, rounded, and what is rounded off in one batch is made up for in the next ones."""
     curriculum: str | None = setting(None, resume="harmless")
     """Function that chooses the prompts of each epoch of this source, and their order (see `data.curriculum`)."""
+    replay: bool = setting(False, resume="harmless")
+    """`files` are rollouts that another run has kept (`logger.save_rollouts`), which are trained on again."""
 
 
 @dataclass
@@ -146,6 +148,9 @@ class DataConfig(Section):
     """Several sources of training prompts, by names of your choice, instead of `train_files` or `synthetic`
     ([docs/data.md](data.md)). Each has the keys of `data.mix.<name>`. To add or drop a source needs permission."""
 
+    replay = False
+    """Whether the rows are recorded rollouts. Of a source alone."""
+
     def task_with_options(self) -> tuple[str | None, dict[str, Any]]:
         """Return the option `task` of the generator (None: it has none), and the others."""
         others = dict(self.synthetic_args)
@@ -174,6 +179,7 @@ class DataConfig(Section):
             val_size=source.size,
             curriculum=source.curriculum if isinstance(source, SourceConfig) else None,
             section=section,
+            replay=isinstance(source, SourceConfig) and source.replay,
             **{column: getattr(self, column) for column in PAIR_COLUMNS},
             **{column: getattr(source, column) for column in COLUMNS},
         )
@@ -184,6 +190,7 @@ class _DataOfSource(DataConfig):
     """`data` of a run that reads one source alone."""
 
     section: str = setting("data", resume="harmless")
+    replay: bool = setting(False, resume="harmless")
 
     def name_of(self, key: str) -> str:
         renamed = {"train_files": "files", "val_files": "files", "train_size": "size", "val_size": "size"}

@@ -359,6 +359,7 @@ def _named_data(config: Config, name: str, named: NamedData) -> Rules:
         yield from _generator(config, name, named.synthetic, ("size",))
     if isinstance(named, SourceConfig):
         yield _no_path(named.curriculum), f"{name}.curriculum", "must be an import path package.module:function"
+        yield named.replay and not named.files, f"{name}.replay", "needs files of rollouts, not a generator"
     if isinstance(named, ValSetConfig):
         if name.rpartition(".")[2] in _NO_SETS:
             raise UserError(f"{name}: a set cannot have this name, which stands for something else; choose another")

@@ -365,8 +365,8 @@ _OF_PAIRS = ("dpo.*", "rm.*", "data.chosen_key", "data.rejected_key", "data.marg
 """Keys of tasks whose data are pairs of answers."""
 _OF_ENGINES = ("algorithm.*", "rollout.*", "reward.*", "environment.*", "trainer.critic.*", "data.val_sets*")
 """Keys that no task reads whose data are there before the run."""
-_WITHOUT_CURRICULUM = ("data.curriculum", "data.mix.*.curriculum")
-_NOT_OF_PAIRS = (*_OF_ENGINES, *_WITHOUT_CURRICULUM, "sft.*", "data.*answer_key", "data.*messages_key")
+_OF_PROMPTS = ("data.curriculum", "data.mix.*.curriculum", "data.mix.*.replay")
+_NOT_OF_PAIRS = (*_OF_ENGINES, *_OF_PROMPTS, "sft.*", "data.*answer_key", "data.*messages_key")
 
 
 def _held_out(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -411,7 +411,7 @@ TASKS: dict[str, TaskSpec] = {
         best="val/loss",
         unused=(
             *_OF_ENGINES,
-            *_WITHOUT_CURRICULUM,
+            *_OF_PROMPTS,
             *_OF_PAIRS,
             *(f"trainer.policy.optimizer.{name}" for name in ("lr", "scheduler", "warmup_steps", "schedule_steps")),
             "trainer.*_batch_size",

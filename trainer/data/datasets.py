@@ -19,6 +19,7 @@ from trainer.data.generators import generate
 from trainer.data.reasoning_tasks import check_task
 from trainer.data.row_files import lines, parsed
 from trainer.data.tokens import TextTooLong, encode, max_characters
+from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
 from trainer.process import time_limits
@@ -48,6 +49,8 @@ class Prompt:
     """The chat from which `token_ids` were rendered, including the system prompt."""
     source: str = ""
     """The row's source: its dotted name below `data`, such as `mix.math`. Empty: the run's own data."""
+    recorded: Sequence[Episode] = ()
+    """The episodes of the prompt, if they are recorded: nothing is sampled."""
 
 
 def name_in_mix(source: str) -> str:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def schema(has_scores: bool = False) -> pa.Schema:
+def schema(has_scores: bool = False, has_players: bool = False) -> pa.Schema:
     """Return the columns: one row for each episode.
 
     Args:
         has_scores: what the trainer computed for the tokens is kept with them.
+        has_players: samples have players, or were sampled by another policy. Else their reward is that of the episode.
 
     `key` names its group in the journal; null elsewhere. `messages`, `rewards` and `metrics` are JSON, which has any
     content; null stands for what an episode does not have. A text that is no Unicode is JSON after a mark.
@@ -35,6 +36,7 @@ def schema(has_scores: bool = False) -> pa.Schema:
             ("logprobs", pa.list_(pa.float32())),
             ("weight_versions", pa.list_(pa.int64())),
             ("version_spans", pa.list_(pa.list_(pa.int64()))),
+            *([("reward", pa.float64()), ("player", pa.string()), ("sampled_by", pa.string())] if has_players else []),
         ]
     )
     names = ("key", "group", "uid", "source", "messages", "answer", "status", "failure")
@@ -97,10 +99,11 @@ def encode(
         }
         columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
-        columns["samples"] = _samples_column(episodes)
+        has_players = any(sample.player or sample.sampled_by for episode in episodes for sample in episode.samples)
+        columns["samples"] = _samples_column(episodes, has_players)
         if scores is not None:
             columns["scores"] = _scores_column(episodes, scores)
-        kept = schema(scores is not None)
+        kept = schema(scores is not None, has_players)
         table = pa.table([columns[name] for name in kept.names], kept.with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
@@ -144,7 +147,8 @@ def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dic
 
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        if not table.schema.equals(schema("scores" in table.schema.names)):
+        has_scores = "scores" in table.schema.names
+        if not any(table.schema.equals(schema(has_scores, has_players)) for has_players in (False, True)):
             raise ValueError("it has other columns")
         table.validate(full=True)
         if keys is not None:
@@ -213,7 +217,7 @@ def _messages_column(episodes: Sequence[Episode]) -> list[str]:
     return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
 
 
-def _samples_column(episodes: Sequence[Episode]) -> pa.Array:
+def _samples_column(episodes: Sequence[Episode], has_players: bool) -> pa.Array:
     import pyarrow as pa
 
     samples = [sample for episode in episodes for sample in episode.samples]
@@ -224,7 +228,11 @@ def _samples_column(episodes: Sequence[Episode]) -> pa.Array:
         _lists([sample.weight_versions for sample in samples], np.int64),
         pa.array([sample.version_spans for sample in samples], pa.list_(pa.list_(pa.int64()))),
     ]
-    structs = pa.StructArray.from_arrays(fields, fields=list(schema().field("samples").type.value_type))
+    if has_players:
+        fields.append(pa.array([sample.reward for sample in samples], pa.float64()))
+        fields += [pa.array([getattr(one, name) for one in samples], pa.string()) for name in ("player", "sampled_by")]
+    kept = schema(has_players=has_players).field("samples").type.value_type
+    structs = pa.StructArray.from_arrays(fields, fields=list(kept))
     return pa.ListArray.from_arrays(_offsets([len(episode.samples) for episode in episodes]), structs)
 
 
@@ -264,6 +272,7 @@ def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
     structs = column.values
     tokens, masks, logprobs, versions = (_arrays(structs.field(i)) for i in range(4))
     spans = structs.field(4).to_pylist()
+    others = [structs.field(i).to_pylist() for i in range(5, structs.type.num_fields)]
     made = [
         Sample(
             tokens[i],
@@ -271,6 +280,7 @@ def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
             logprobs[i],
             None if versions[i] is None else tuple(versions[i].tolist()),
             tuple(map(tuple, spans[i])),
+            *(column[i] for column in others),
         )
         for i in range(len(structs))
     ]

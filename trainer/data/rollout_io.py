@@ -90,37 +90,50 @@ def read_lines(file: str) -> Iterator[dict[str, Any]]:
 def read_rollouts(file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None) -> list[Sample]:
     """Return the samples of the rollouts in a file of `write_rollouts` that have at least `min_reward`.
 
+    Raises:
+        UserError: see `read_episodes`.
+    """
+    selected: list[Sample] = []
+    for episode in read_episodes(file, tokenizer, "sft.source=rollouts", vocab_size):
+        for sample in episode.samples:
+            # A reward that failed, entirely or in one of its terms, reaches no limit.
+            known = None if episode.failure else sample.reward
+            if min_reward is None or (known is not None and known >= min_reward):
+                selected.append(sample)
+    return selected
+
+
+def read_episodes(file: str, tokenizer: Any, key: str, vocab_size: int | None = None) -> Iterator[Episode]:
+    """Yield the episodes in a file of `write_rollouts`.
+
     Args:
+        key: and value of the config, by which they are read.
         vocab_size: vocabulary size of the model that learns from them.
 
     Raises:
         UserError: the file has another format, or was written with another tokenizer or model.
     """
-    selected: list[Sample] = []
     try:
         with open(file, "rb") as opened:
             groups, _ = decode_groups(opened.read())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"data.train_files={file}: holds no rollouts ({first_line(error)}); with sft.source=rollouts, name files "
-            "step_N.arrow, which logger.save_rollouts=true makes a run write"
+            f"data.train_files={file}: holds no rollouts ({first_line(error)}); with {key}, name files step_N.arrow, "
+            "which logger.save_rollouts=true makes a run write"
         ) from error
     for number, episode in enumerate((episode for group in groups.values() for episode in group), start=1):
         where = f"{file}, row {number}"
         largest = max((int(token) for sample in episode.samples for token in sample.token_ids), default=0)
         if vocab_size is not None and largest >= vocab_size:
             raise UserError(
-                f"sft.source=rollouts: {where} contains token {largest}, and the vocabulary of model.path has "
+                f"{key}: {where} contains token {largest}, and the vocabulary of model.path has "
                 f"{vocab_size} tokens; it was written with another model"
             )
         contents = {message["content"] for message in split_messages(episode.messages, episode.turns)[1]}
         replies = (reply for sample in episode.samples for reply in _replies(sample))
         if not all(_texts(tokenizer, reply) & contents for reply in replies):
-            raise UserError(f"sft.source=rollouts: {where} was written with another tokenizer than that of model.path")
-        # A reward that failed, entirely or in one of its terms, reaches no limit.
-        if min_reward is None or (not episode.failure and episode.reward is not None and episode.reward >= min_reward):
-            selected += episode.samples
-    return selected
+            raise UserError(f"{key}: {where} was written with another tokenizer than that of model.path")
+        yield episode
 
 
 def _as_line(row: Any) -> dict[str, Any]:

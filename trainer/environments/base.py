@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +29,10 @@ class StepResult:
     """Named terms of the reward of this reply. They are added to `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers of this reply, to be logged. Those of an episode are the sums over its steps."""
+    player: str = ""
+    """With several players: who gets `messages`, and replies next. The first messages of a player begin its chat."""
+    player_rewards: Mapping[str, float] = field(default_factory=dict)
+    """With several players: further rewards, by player. `reward` and `rewards` are of the player that has replied."""
 
 
 METHODS = {"reset": ("row", "seed"), "step": ("reply",), "close": ()}
@@ -42,10 +47,15 @@ class Environment(Protocol):
     same replies. Each method may be `async`; then a process runs many environments at the same time. So it does where
     the class has an attribute `thread_safe = True`, or a class method of that name that says so of
     `environment.kwargs`: methods run in threads, one call of an environment at a time.
+
+    A class with an attribute `players`, a tuple of names, lets the policy play against itself. Each player has a chat
+    of its own, which gives a sample with the player's reward.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Begin the episode, and return the first messages.
+    def reset(
+        self, row: Mapping[str, Any], seed: int
+    ) -> Sequence[Message] | StepResult | Awaitable[Sequence[Message] | StepResult]:
+        """Begin the episode, and return the first messages; with players, those of the first one, or a `StepResult`.
 
         Args:
             row: the whole row of the data.
@@ -60,6 +70,19 @@ class Environment(Protocol):
     def close(self) -> None | Awaitable[None]:
         """Release what the environment holds. Called once, at the end."""
         ...
+
+
+def players_of(kind: Any) -> tuple[str, ...]:
+    """Return the players that the class of an environment or an agent names; empty: there is one, without a name.
+
+    Raises:
+        ValueError: the names are none.
+    """
+    players = getattr(kind, "players", ())
+    is_valid = isinstance(players, tuple) and len(set(players)) == len(players)
+    if not is_valid or not all(isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in players):
+        raise ValueError(f"players must be a tuple of different names of letters, digits, _ and -, not {players!r:.80}")
+    return players
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
@@ -81,6 +104,10 @@ def find_environment(name: str) -> Callable[..., Environment]:
     for method, arguments in (_AGENT_METHODS if agent else METHODS).items():
         if problem := problem_of_method(kind, method, arguments):
             raise UserError(f"environment.name={name}: {problem}")
+    try:
+        players_of(kind)
+    except ValueError as error:
+        raise UserError(f"environment.name={name}: {error}") from error
     return kind
 
 
@@ -112,6 +139,11 @@ def side_model(model: str) -> str:
     return f"{model}-side"
 
 
+def player_model(model: str, player: str) -> str:
+    """Return the name under which a player asks the policy `model`."""
+    return f"{model}:{player}" if player else model
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """Where one episode of an agent reaches the policy, with any client of OpenAI or Anthropic, in any process."""
@@ -121,7 +153,7 @@ class Endpoint:
     api_key: str
     """For clients that want one. The endpoint accepts any key."""
     model: str
-    """Name of the policy in requests."""
+    """Name of the policy in requests; that of a player is `<model>:<player>`."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -151,6 +183,8 @@ class AgentResult:
     """Named terms of the reward. They are added to `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers of the episode, to be logged."""
+    player_rewards: Mapping[str, float] = field(default_factory=dict)
+    """With several players: further rewards, by player. `reward` and `rewards` are of every player."""
 
 
 class Agent(Protocol):

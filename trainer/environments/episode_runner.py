@@ -102,14 +102,27 @@ class RunningEpisode(Session):
     def __init__(self, request: RolloutRequest, run_seed: int):
         super().__init__(request.prompt.row, environment_seed(run_seed, request.group))
         self.request = request
-        self.conversation: Conversation | None = None
+        self.conversations: dict[str, Conversation] = {}
+        """Of each player that has been asked."""
         self.was_cut = False
         """The last reply has reached its limit."""
 
+    @property
+    def conversation(self) -> Conversation:
+        """Of the player whose turn it is."""
+        return self.conversations[self.steps[-1].player]
+
     def take_reply(self, completion: Completion) -> None:
-        assert self.conversation is not None
         self.was_cut = completion.finish_reason == "length"
         self.replies.append(self.conversation.add_reply(completion))
+
+    def samples(self) -> list[Sample]:
+        """Return the samples of all players, with the rewards of those that have names."""
+        found = []
+        for player, conversation in self.conversations.items():
+            reward = self.reward_of(player) if player and not self.failure else None
+            found += [dataclasses.replace(one, reward=reward, player=player) for one in conversation.samples()]
+        return [sample for sample in found if not sample.player or sample.mask.any()] or found
 
     def end(self, status: str) -> None:
         self.status, self.ended = status, True
@@ -162,7 +175,6 @@ class EnvironmentRunner(EpisodeRunner):
         return self._ended(episode)
 
     def _next_request(self, episode: RunningEpisode) -> Request:
-        assert episode.conversation is not None
         prompt = episode.conversation.token_ids
         sampling = episode.request.sampling.within(self._most_tokens, len(prompt))
         request = dataclasses.replace(episode.request, sampling=sampling)
@@ -173,17 +185,15 @@ class EnvironmentRunner(EpisodeRunner):
         if episode.ended:
             return
         try:
-            if episode.conversation is None:
-                self._begin(episode)
-            else:
-                self._add_answer(episode, episode.conversation)
+            self._add_answer(episode)
         except UserError as error:  # the chat template refuses the messages
             episode.fail("failed", f"gave messages that have no tokens: {error}")
 
     def _begin(self, episode: RunningEpisode) -> None:
         key, most = self._first_limit
         try:
-            episode.conversation = self._conversation(episode.steps[0].messages)
+            step = episode.steps[-1]
+            episode.conversations[step.player] = self._conversation(step.messages)
             length = len(episode.conversation.token_ids)
             size = f"{length} tokens" if length > most else ""
         except TextTooLong as error:
@@ -198,16 +208,20 @@ class EnvironmentRunner(EpisodeRunner):
             self._begun = text, Conversation(self._tokenizer, messages, self._limit, self._reader)
         return self._begun[1].fork()
 
-    def _add_answer(self, episode: RunningEpisode, conversation: Conversation) -> None:
+    def _add_answer(self, episode: RunningEpisode) -> None:
         step = episode.steps[-1]
+        conversation = episode.conversations.get(step.player)
         if step.done or episode.was_cut or len(episode.replies) == self._config.max_turns:
-            conversation.messages += step.messages
+            if conversation is not None:
+                conversation.messages += step.messages
             episode.end("stop" if step.done else "length" if episode.was_cut else "turns")
+        elif conversation is None:
+            self._begin(episode)
         elif not conversation.add_messages(step.messages, self._longest):
             episode.end("length")
 
     def _ended(self, episode: RunningEpisode) -> Episode:
-        request, conversation = episode.request, episode.conversation
+        request, samples = episode.request, episode.samples()
         fields: dict[str, Any] = {
             "status": episode.status,
             "answer": self._answer(request),
@@ -215,17 +229,22 @@ class EnvironmentRunner(EpisodeRunner):
             "reward": None if episode.is_spared else 0.0,
         }
         if not episode.failure:
-            fields["reward"] = episode.reward
+            fields["reward"] = mean_reward([episode.reward_of(player) for player in episode.conversations])
             fields |= {"rewards": episode.total("rewards"), "metrics": episode.total("metrics")}
-        if conversation is None:
+        if not samples:
             return Episode(request.uid, request.group, [empty_sample(self._tokenizer)], turns=0, **fields)
-        fields |= {"turns": len(episode.replies), "messages": conversation.messages}
-        return Episode(request.uid, request.group, conversation.samples(), **fields)
+        messages = [message for chat in episode.conversations.values() for message in chat.messages]
+        return Episode(request.uid, request.group, samples, turns=len(episode.replies), messages=messages, **fields)
 
     def _answer(self, request: RolloutRequest) -> str:
         """Return the answer in the row of an episode, as text."""
         answer = request.prompt.row.get(self._answer_key)
         return "" if answer is None else str(answer)
+
+
+def mean_reward(rewards: Sequence[float]) -> float:
+    """Return the reward of an episode: the mean of those of its players."""
+    return rewards[0] if len(rewards) == 1 else sum(rewards) / len(rewards)
 
 
 def empty_sample(tokenizer: Any) -> Sample:

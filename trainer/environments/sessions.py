@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import EnvironmentConfig
@@ -105,8 +105,10 @@ class Session:
                 "done": bool(done),
                 "rewards": dict(rewards),
                 "metrics": dict(metrics),
+                "player": str(player),
+                "player_rewards": dict(player_rewards),
             }:
-                step = StepResult(messages, reward, done, rewards, metrics)
+                step = StepResult(messages, reward, done, rewards, metrics, player, player_rewards)
             case _:
                 self.fail("failed", "has written into the pipe of its process")
                 return
@@ -119,19 +121,21 @@ class Session:
                 "of row, seed and replies",
                 by_policy=False,
             )
-        if not abs(self.reward) <= LARGEST_REWARD:
-            self.fail("failed", f"gave rewards that add up to {self.reward:g}, beyond {LARGEST_REWARD:g}")
+        for reward in (self.reward_of(player) for player in {one.player for one in self.steps if not one.done}):
+            if not abs(reward) <= LARGEST_REWARD:
+                self.fail("failed", f"gave rewards that add up to {reward:g}, beyond {LARGEST_REWARD:g}")
         self._answered += 1
 
-    @property
-    def reward(self) -> float:
-        """Of all steps, with their named terms."""
-        return sum(step.reward for step in self.steps) + sum(self.total("rewards").values())
+    def reward_of(self, player: str) -> float:
+        """Return what the steps gave a player for its replies, with their named terms, and beyond that."""
+        own = [step for before, step in itertools.pairwise(self.steps) if before.player == player]
+        more = sum(step.player_rewards.get(player, 0.0) for step in self.steps)
+        return sum((step.reward for step in own), 0.0) + sum(self.total("rewards", own).values()) + more
 
-    def total(self, field: str) -> dict[str, float]:
-        """Return the sums over the steps of their `rewards` or `metrics`, by name."""
+    def total(self, field: str, steps: Sequence[StepResult] | None = None) -> dict[str, float]:
+        """Return the sums over steps of their `rewards` or `metrics`, by name. None: over all."""
         totals: Counter[str] = Counter()
-        for step in self.steps:
+        for step in self.steps if steps is None else steps:
             for name, value in getattr(step, field).items():
                 totals[name] += value
         return dict(totals)

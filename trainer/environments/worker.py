@@ -7,11 +7,11 @@ import contextlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.environments.base import METHODS, AgentResult, Endpoint, StepResult, find_environment
+from trainer.environments.base import METHODS, AgentResult, Endpoint, StepResult, find_environment, players_of
 from trainer.errors import one_line
 from trainer.files.documents import nests_deeply
 from trainer.import_utils import is_agent
@@ -81,6 +81,7 @@ class EnvironmentHandler(Handler):
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
         self._kind = kind = find_environment(name)
         self._options = options
+        self._players = players_of(kind)
         self._files = _files_of(kind)
         self._is_agent = is_safe = is_agent(kind)
         if self._is_agent:
@@ -126,7 +127,12 @@ class EnvironmentHandler(Handler):
             self._environments.pop(number, None)
             raise
         with checks_value(getattr(environment, method)):
-            result = _step(value if method == "step" else StepResult(_messages(value)))
+            if method == "reset" and not (self._players and hasattr(value, "messages")):
+                value = StepResult(_messages(value), player=self._players[0] if self._players else "")
+            result = _step(value)
+            result |= _turn(value, result["done"], self._players)
+            if method == "reset" and result["done"]:
+                raise ValueError("the episode is done before the policy has replied")
         _cut(result["messages"], self._most_characters)
         return result
 
@@ -135,7 +141,7 @@ class EnvironmentHandler(Handler):
         agent = self._make()
         value = await self._run(agent.run, row, seed, Endpoint(**endpoint))
         with checks_value(agent.run):
-            return _result(value)
+            return _result(value) | _player_rewards(value, self._players)
 
     def _make(self) -> Any:
         try:
@@ -183,6 +189,29 @@ def _step(value: Any) -> dict[str, Any]:
         raise ValueError("there is no message, and the episode is not done; return a message, or done=True")
     numbers = _numbers(value, RESERVED, "environment")
     return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
+
+
+def _turn(value: Any, done: bool, players: Sequence[str]) -> dict[str, Any]:
+    """Return the fields `player` and `player_rewards` of a `StepResult`.
+
+    Raises:
+        ValueError: they name other players than the class.
+    """
+    player = getattr(value, "player", "")
+    if player not in (players or ("",)) and not (done and player == ""):
+        named = f"it must be one of {', '.join(players)}" if players else "the class has no attribute `players`"
+        raise ValueError(f"player={player!r:.80}: {named}")
+    return {"player": player, **_player_rewards(value, players)}
+
+
+def _player_rewards(value: Any, players: Sequence[str]) -> dict[str, Any]:
+    rewards = read_terms(getattr(value, "player_rewards", {}))
+    if isinstance(rewards, str):
+        raise ValueError(f"player_rewards: {rewards}")
+    if others := sorted(rewards.keys() - set(players)):
+        named = f"they are {', '.join(players)}" if players else "the class has no attribute `players`"
+        raise ValueError(f"player_rewards: {others[0]} is no player; {named}")
+    return {"player_rewards": rewards}
 
 
 def _numbers(value: Any, reserved: frozenset[str], counted: str) -> dict[str, Any]:

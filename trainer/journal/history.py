@@ -111,6 +111,8 @@ def digest_episodes(episodes: Iterable[Episode]) -> str:
             for array, kind in zip(arrays, (np.int64, np.float32, np.float32), strict=True):
                 content.update(b"none" if array is None else np.asarray(array, kind).tobytes())
             content.update(f"{len(sample.token_ids)} {sample.weight_versions}".encode())
+            if sample.player or sample.sampled_by:
+                content.update(repr((sample.player, sample.sampled_by)).encode() + _bits(sample.reward))
     return content.hexdigest()
 
 

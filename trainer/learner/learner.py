@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.parallel.profiling import step_directory
 from trainer.process.failpoints import failpoint
 
 LOG = logging.getLogger(__name__)
+_PLAYER_BASELINES = "player_baselines"
 _INPUTS = ("input_ids", "mask", "lengths", "group_ids")
 """Arrays of a batch that a role reads to compute another."""
 
@@ -53,6 +54,20 @@ class Learner:
     def kl(self) -> FixedKL | AdaptiveKL:
         """The weight of the KL, whose state is saved."""
         return self.objective.kl
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of the objective is saved."""
+        averages = self.objective.averages
+        return {
+            "kl_controller": self.kl.state_dict(),
+            **({} if averages is None else {_PLAYER_BASELINES: averages.state_dict()}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved. Averages of players that it does not have begin at 0."""
+        self.kl.load_state_dict(state["kl_controller"])
+        if self.objective.averages is not None:
+            self.objective.averages.load_state_dict(state.get(_PLAYER_BASELINES, {}))
 
     @property
     def compares_completions(self) -> bool:

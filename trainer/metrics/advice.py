@@ -28,7 +28,7 @@ _SOLVED = 0.95
 completions of most prompts agree, and the entropy is low, because all is well."""
 _START = 5
 """First steps whose median is the start of a metric."""
-COMPARE_NOTHING = ("gae", "reward", "zero", "reverse_kl", "reinforce_plus_plus", "remax")
+COMPARE_NOTHING = ("gae", "reward", "zero", "reverse_kl", "reinforce_plus_plus", "remax", "rae")
 """The built-in `algorithm.advantage_estimator`s for which equal rewards of the completions of a prompt are no loss."""
 
 

@@ -23,6 +23,15 @@ METRICS: dict[str, Metric] = {
         "what it returns, or of one name in the `StepResult.rewards` of an environment.",
         "reward",
     ),
+    "player/<name>/reward/mean": Metric(
+        "Mean reward of a player of an environment or an agent; in a mix `data/<name>/player/<player>/reward/mean`.",
+        "reward",
+    ),
+    "player/<name>/baseline": Metric(
+        "With `algorithm.advantage_estimator=rae`: moving average of a player's rewards after the step; in a mix, "
+        "`<name>` is the source and the player; `policy`: the player has no name.",
+        "reward",
+    ),
     "reward/failures": Metric(
         "Completions whose reward, or a term of it, failed. `reward.on_failure` says what becomes of them.",
         "completions",
@@ -59,6 +68,7 @@ METRICS: dict[str, Metric] = {
         "Mean of one term of these rewards (see `reward/<name>/mean`, which a run with `data.mix` does not log).",
         "reward",
     ),
+    "data/<name>/player/<player>/reward/mean": Metric("Mean reward of a player in the source.", "reward"),
     "data/<name>/accuracy": Metric(
         "Completions for the source that are a success: their reward is at least the source's "
         "`reward.success_threshold`.",
@@ -105,6 +115,7 @@ METRICS: dict[str, Metric] = {
         "With `rollout.in_flight_updates`: versions of the weights that sampled an episode, mean over the episodes.",
         "versions",
     ),
+    "rollout/replayed_frac": Metric("Samples that another run has sampled (`data.mix.<name>.replay`).", "share"),
     "rollout/logprob_diff_mean": Metric(
         "Mean absolute difference of the engine's and the trainer's log-prob of a sampled token.", "nats"
     ),
@@ -126,6 +137,8 @@ METRICS: dict[str, Metric] = {
         "Greedy completions of the validation prompts whose reward or environment failed (see `reward/failures`).",
         "completions",
     ),
+    "val/player/<name>/reward/mean": Metric("Mean reward of a player in the greedy episodes.", "reward"),
+    "val/<name>/player/<player>/reward/mean": Metric("Mean reward of a player in the set.", "reward"),
     "val/reward/<name>/mean": Metric("Mean of one term of that reward (see `reward/<name>/mean`).", "reward"),
     "val/accuracy": Metric(
         "Validation prompts whose greedy completion is a success: its reward is at least `reward.success_threshold`.",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.algorithms import FixedKL, Totals
+from trainer.algorithms import FixedKL, MovingAverages, Totals
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.config import LM, Config, RoleSpec
 from trainer.config.algorithm import TeacherConfig
@@ -94,6 +94,8 @@ class Objective:
         """The options of the task (`TaskSpec.options`), by name."""
         self.kl: FixedKL | AdaptiveKL = FixedKL(0.0)
         """The weight of a KL in the objective. Its state is saved in checkpoints."""
+        self.averages: MovingAverages | None = None
+        """The moving averages of players' rewards, if the objective reads them. They are saved in checkpoints."""
 
     def check(self) -> None:
         """Check the functions and values of the config that this objective alone reads, before anything starts.
@@ -150,8 +152,8 @@ class Objective:
         return {}
 
     def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
-        """Return the rows of each optimizer step: whole groups."""
-        return mini_batches(batch["group_ids"], self.cfg.trainer, step)
+        """Return the rows of each optimizer step: whole prompts, with the groups of all their players."""
+        return mini_batches(batch.get("prompt_ids", batch["group_ids"]), self.cfg.trainer, step)
 
     def totals(self, role: str, batch: Batch) -> Any:
         """Return what `loss` divides by: numbers of the whole mini-batch `batch`, of which it sees pieces on a rank.

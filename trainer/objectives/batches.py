@@ -1,8 +1,8 @@
-"""Samples as arrays: one row each, or one for all samples of an episode."""
+"""Samples as arrays: one row each, or one for all samples of a conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -11,12 +11,35 @@ from trainer.parallel.batching import Batch, stack_padded
 
 
 def batch_of(episodes: Sequence[Episode], step: int = 0) -> Batch:
-    """Return the samples of episodes as arrays, in the order of the episodes (see `build_batch`)."""
+    """Return the samples of episodes as arrays, in the order of the episodes (see `build_batch`).
+
+    A group is a prompt and a player. With several players, `prompt_ids` `(B,)` are equal for the groups of a prompt.
+    """
     samples = [sample for episode in episodes for sample in episode.samples]
-    return build_batch(samples, [episode.group for episode in episodes for _ in episode.samples], step)
+    groups = [(episode.group, sample.player) for episode in episodes for sample in episode.samples]
+    batch = build_batch(samples, groups, step)
+    if any(player for _, player in groups):
+        batch["prompt_ids"] = _numbered([prompt for prompt, _ in groups])
+    return batch
 
 
-def build_batch(samples: Sequence[Sample], groups: Sequence[str] | None = None, step: int = 0) -> Batch:
+def conversations_of(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Sample], np.ndarray]:
+    """Return the conversations of episodes, one for each player: the episode and the first sample of each, and the
+    conversation `(B,)` of each sample, ascending from 0."""
+    rows = [(episode, sample) for episode in episodes for sample in episode.samples]
+    numbers = [(i, sample.player) for i, episode in enumerate(episodes) for sample in episode.samples]
+    ids = _numbered(numbers)
+    first = np.unique(ids, return_index=True)[1]
+    return [rows[i][0] for i in first], [rows[i][1] for i in first], ids
+
+
+def _numbered(names: Sequence[Hashable]) -> np.ndarray:
+    """Return the number of each name, in the order in which they first come."""
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return np.asarray([numbers[name] for name in names], dtype=np.int64)
+
+
+def build_batch(samples: Sequence[Sample], groups: Sequence[Hashable] | None = None, step: int = 0) -> Batch:
     """Return samples as arrays, one row each, padded on the right.
 
     Args:
@@ -30,13 +53,11 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str] | None = None, 
     """
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int64)
     width = int(lengths.max())
-    groups = [str(i) for i in range(len(samples))] if groups is None else groups
-    names = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     batch = {
         "input_ids": stack_padded([sample.token_ids for sample in samples], np.int32, width),
         "mask": stack_padded([sample.mask for sample in samples], np.float32, width),
         "lengths": lengths,
-        "group_ids": np.asarray([names[group] for group in groups], dtype=np.int64),
+        "group_ids": _numbered(range(len(samples)) if groups is None else groups),
     }
     if all(sample.logprobs is not None for sample in samples):
         batch["rollout_logprobs"] = stack_padded([sample.logprobs for sample in samples], np.float32, width)
@@ -49,35 +70,36 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[str] | None = None, 
     return batch
 
 
-def join_samples(batch: Batch, episode_ids: np.ndarray) -> Batch:
-    """Return `batch` with one row for each episode: the tokens of its samples, one sample after another.
+def join_samples(batch: Batch, conversation_ids: np.ndarray) -> Batch:
+    """Return `batch` with one row for each conversation: the tokens of its samples, one sample after another.
 
     Args:
-        episode_ids: `(B,)`, the episode of each row, ascending from 0.
+        conversation_ids: `(B,)`, the conversation of each row, ascending from 0.
     """
-    slices = _columns(batch["lengths"], episode_ids)
-    lengths = np.bincount(episode_ids, weights=batch["lengths"]).astype(np.int64)
-    first = np.searchsorted(episode_ids, np.arange(len(lengths)))
+    slices = _columns(batch["lengths"], conversation_ids)
+    lengths = np.bincount(conversation_ids, weights=batch["lengths"]).astype(np.int64)
+    first = np.searchsorted(conversation_ids, np.arange(len(lengths)))
     joined = {name: array[first] for name, array in batch.items() if array.ndim == 1} | {"lengths": lengths}
     for name, array in batch.items():
         if array.ndim == 2:
             joined[name] = np.zeros((len(lengths), int(lengths.max())), array.dtype)
-            for row, (episode, columns) in enumerate(zip(episode_ids, slices, strict=True)):
-                joined[name][episode, columns] = array[row, : batch["lengths"][row]]
+            for row, (number, columns) in enumerate(zip(conversation_ids, slices, strict=True)):
+                joined[name][number, columns] = array[row, : batch["lengths"][row]]
     return joined
 
 
-def split_samples(array: np.ndarray, batch: Batch, episode_ids: np.ndarray) -> np.ndarray:
-    """Return the rows `(B, T)` of `batch` of an array with one row for each episode (see `join_samples`)."""
+def split_samples(array: np.ndarray, batch: Batch, conversation_ids: np.ndarray) -> np.ndarray:
+    """Return the rows `(B, T)` of `batch` of an array with one row for each conversation (see `join_samples`)."""
     split = np.zeros(batch["input_ids"].shape, array.dtype)
-    for row, (episode, columns) in enumerate(zip(episode_ids, _columns(batch["lengths"], episode_ids), strict=True)):
-        split[row, : batch["lengths"][row]] = array[episode, columns]
+    slices = _columns(batch["lengths"], conversation_ids)
+    for row, (number, columns) in enumerate(zip(conversation_ids, slices, strict=True)):
+        split[row, : batch["lengths"][row]] = array[number, columns]
     return split
 
 
-def _columns(lengths: np.ndarray, episode_ids: np.ndarray) -> list[slice]:
-    """Return where each row lies in the row of its episode."""
+def _columns(lengths: np.ndarray, conversation_ids: np.ndarray) -> list[slice]:
+    """Return where each row lies in the row of its conversation."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    begins = starts[np.searchsorted(episode_ids, episode_ids)]  # the start of the first row of the same episode
+    begins = starts[np.searchsorted(conversation_ids, conversation_ids)]  # of the first row of the same one
     return [slice(int(a), int(b)) for a, b in zip(starts - begins, ends - begins, strict=True)]

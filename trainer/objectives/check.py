@@ -23,6 +23,7 @@ from trainer.config.algorithm import (
     LOSS,
     OFF,
     OPTION_KEYS,
+    PLAYER_BASELINES,
     RUN_OPTIONS,
     TEACHER_KEY,
     TEACHER_LOGPROBS,
@@ -73,8 +74,25 @@ def check_functions(config: Config) -> None:
     if config.rollout.works_ahead:
         ahead = config.rollout.ahead
         check_stale(loss, config, f"rollout.ahead={ahead}" if ahead else "rollout.in_flight_updates=true")
+    _check_replay(config, loss)
     if needs_different_completions(estimator):
         check_group_size(config, f"algorithm.advantage_estimator={algorithm.advantage_estimator}")
+
+
+def _check_replay(config: Config, loss: Callable[..., Any]) -> None:
+    """Refuse recorded rollouts that nothing corrects, or that lack what the estimator reads."""
+    a, names = config.algorithm, [name for name, source in config.data.mix.items() if source.replay]
+    if names and "baselines" in a.reads:
+        raise UserError(
+            f"data.mix.{names[0]}.replay=true: there is no greedy completion of recorded rollouts, which algorithm."
+            f"{ESTIMATOR}={a.advantage_estimator} subtracts; choose another one"
+        )
+    is_corrected = correction_of(config, is_stale=True) or (a.old_logprobs == "rollout" and has_ratio(loss))
+    if names and not is_corrected:
+        raise UserError(
+            f"data.mix.{names[0]}.replay=true: another policy has sampled the rollouts, and nothing corrects for it; "
+            "set algorithm.rollout_correction=tis"
+        )
 
 
 def _resolve(
@@ -118,7 +136,11 @@ def _check_further_options(config: Config, functions: dict[str, Callable[..., An
     built_in = [*KL_OPTIONS] if algorithm.adapts_kl else []
     built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
     built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
-    needs = {"overlong_factor": algorithm.overlong_buffer, "max_gen_batches": algorithm.dynamic_sampling}
+    needs = {
+        "overlong_factor": algorithm.overlong_buffer,
+        "max_gen_batches": algorithm.dynamic_sampling,
+        "baseline_decay": PLAYER_BASELINES in algorithm.reads,
+    }
     built_in += [name for name in RUN_OPTIONS if needs.get(name, True)]
     custom: list[str] = []
     for key, function in functions.items():
@@ -155,6 +177,7 @@ _BOUNDS = {
     "rollout_correction_high": _ABOVE_0,
     "overlong_factor": Constraint(at_least=0),
     "max_gen_batches": Constraint(at_least=1),
+    "baseline_decay": Constraint(at_least=0, at_most=1),
 }
 """The values that options of built-in functions may have."""
 
@@ -223,7 +246,8 @@ def _try(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str, sco
     arrays = dict.fromkeys((*INPUTS[key], *scores), logprobs.detach())
     options = chosen_options(function, algorithm, key)
     if key == ESTIMATOR:
-        arguments, arrays["baselines"] = (rewards, mask, groups), torch.zeros(4)
+        arguments = rewards, mask, groups
+        arrays |= dict.fromkeys(("baselines", PLAYER_BASELINES), torch.zeros(4))
     else:
         first = next(iter(parameter_names(function, follow_wrapped=False)), "")
         if first.startswith("old"):  # in this order in other frameworks

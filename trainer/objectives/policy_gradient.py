@@ -15,6 +15,7 @@ from trainer.algorithms import (
     POLICY_LOSSES,
     AdaptiveKL,
     FixedKL,
+    MovingAverages,
     Totals,
     aggregate,
     kl_penalty,
@@ -25,12 +26,20 @@ from trainer.algorithms import (
 )
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, Config, aggregation_of, chosen_options, correction_of
-from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, TEACHER_LOGPROBS, unprefixed
-from trainer.episodes import Episode
+from trainer.config.algorithm import (
+    CRITIC_OPTIONS,
+    GIVEN,
+    INPUTS,
+    KL_OPTIONS,
+    PLAYER_BASELINES,
+    TEACHER_LOGPROBS,
+    unprefixed,
+)
+from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
 from trainer.objectives.base import GROUP, ROW, Computation, Experience, LossResult, Objective, Outputs
-from trainer.objectives.batches import join_samples, split_samples
+from trainer.objectives.batches import conversations_of, join_samples, split_samples
 from trainer.objectives.check import check_functions, check_stale
 from trainer.objectives.experience import (
     add_advantages,
@@ -43,7 +52,7 @@ from trainer.objectives.experience import (
     logprob_mismatch,
     mask_rows,
 )
-from trainer.parallel.batching import Batch, MicroBatch, mini_batches
+from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.load_balancing import has_old_logprobs
 
 _OF_SAMPLES = ("clip_frac", "kl", "entropy")
@@ -58,6 +67,9 @@ class PolicyGradient(Objective):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         a = cfg.algorithm
+        if PLAYER_BASELINES in a.reads:
+            self.averages = MovingAverages(a.run_option("baseline_decay"))
+        self._next_averages: Mapping[str, float] = {}
         self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if a.adapts_kl else FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
         self.divergence = a.vocabulary_divergence
@@ -96,25 +108,28 @@ class PolicyGradient(Objective):
             check_stale(self._function[0], self.cfg, "some rollouts of this step")
         if "rollout_logprobs" in batch and self._uses_rollout_logprobs:
             batch["old_logprobs"] = batch["rollout_logprobs"]
-        episode_ids = np.asarray([i for i, episode in enumerate(episodes) for _ in episode.samples])
-        status = [episode.status for episode in episodes]
-        known = np.asarray([episode.reward is not None for episode in episodes])
-        rewards = np.asarray([episode.reward or 0.0 for episode in episodes], dtype=np.float64)
+        owners, firsts, ids = conversations_of(episodes)
+        status = [episode.status for episode in owners]
+        known = np.asarray([sample.reward is not None for sample in firsts])
+        rewards = np.asarray([sample.reward or 0.0 for sample in firsts], dtype=np.float64)
         baselines, comparable = None, known
         if "baselines" in a.reads:
-            baselines = np.asarray([episode.baseline or 0.0 for episode in episodes], dtype=np.float64)
-            comparable = known & [episode.baseline is not None for episode in episodes]
-        several = len(episode_ids) > len(episodes)  # advantages compare episodes: one row for each
-        joined = join_samples(batch, episode_ids) if several else batch
+            baselines = np.asarray([episode.baseline or 0.0 for episode in owners], dtype=np.float64)
+            comparable = known & [episode.baseline is not None for episode in owners]
+        several = len(ids) > len(owners)  # advantages compare conversations: one row for each
+        joined = join_samples(batch, ids) if several else batch
         shaped = self._shape(joined, rewards)
         learnable = choose_learnable_rows(joined, shaped, comparable, a, self.kl.coef)
+        if self.averages is not None:
+            joined = joined | {PLAYER_BASELINES: self._read_averages(owners, firsts, shaped, learnable)}
         joined = add_advantages(joined, shaped, a, self.kl.coef, baselines, learnable)
         for name in ("advantages", "returns"):
-            batch[name] = split_samples(joined[name], batch, episode_ids) if several else joined[name]
-        was_sampled = episodes[0].samples[0].logprobs is not None
+            batch[name] = split_samples(joined[name], batch, ids) if several else joined[name]
+        was_sampled = firsts[0].logprobs is not None
         metrics = describe_rewards(joined, rewards, status, known) if was_sampled else {}
+        metrics |= {f"player/{name}/baseline": average for name, average in self._next_averages.items()}
         if "values" in batch and learnable.any():
-            mask = (batch["mask"] > 0) & learnable[episode_ids][:, None]
+            mask = (batch["mask"] > 0) & learnable[ids][:, None]
             metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
         has_all = "old_logprobs" in batch and "has_old_logprobs" not in batch
         if "rollout_logprobs" in batch and has_all and not self._uses_rollout_logprobs:
@@ -125,15 +140,28 @@ class PolicyGradient(Objective):
             metrics |= correction_metrics(batch, a, correction)
         if a.adapts_kl:
             metrics["policy/kl_coef"] = self.kl.coef
-        kept = mask_rows(batch, shaped[episode_ids], [status[i] for i in episode_ids], a, learnable[episode_ids])
+        kept = mask_rows(batch, shaped[ids], [status[i] for i in ids], a, learnable[ids])
         # The update returns the log-probs of all sampled tokens of the rows that have none yet.
         return Experience(kept if has_all else kept | {"sampled": batch["mask"]}, metrics)
+
+    def _read_averages(
+        self, owners: Sequence[Episode], firsts: Sequence[Sample], rewards: np.ndarray, learnable: np.ndarray
+    ) -> np.ndarray:
+        """Return the moving average of each conversation's player before its reward, `(B,)`. `end_step` moves them."""
+        pairs = zip(owners, firsts, strict=True)
+        names = [":".join(filter(None, (owner.source, first.player))) or "policy" for owner, first in pairs]
+        known = [reward if may_learn else None for reward, may_learn in zip(rewards.tolist(), learnable, strict=True)]
+        assert self.averages is not None
+        baselines, self._next_averages = self.averages.read(names, known)
+        return np.asarray(baselines, dtype=np.float64)
 
     def numbers(self) -> dict[str, float]:
         return {"kl_coef": self.kl.coef}
 
     def end_step(self, batch: Batch, metrics: Mapping[str, float], logprobs: np.ndarray | None) -> dict[str, float]:
         further = {}
+        if self.averages is not None:
+            self.averages.load_state_dict(self._next_averages)
         if logprobs is not None and "rollout_logprobs" in batch:
             old_logprobs = logprobs + batch.get("old_logprobs", 0)  # no row is in both
             batch = {**batch, "old_logprobs": old_logprobs, "mask": batch["sampled"]}
@@ -172,7 +200,7 @@ class PolicyGradient(Objective):
         The first optimizer step computes those of its rows itself, because its weights are the old ones.
         """
         t, a = self.cfg.trainer, self.cfg.algorithm
-        first = mini_batches(batch["group_ids"], t, step)[0]
+        first = self.mini_batches(batch, step)[0]
         read_before = a.kl_in == "reward" and "reference" in self.roles
         read_before |= self._estimator_reads_old_logprobs
         needs_rows = a.options.get("rollout_correction_level", "token") != "token"

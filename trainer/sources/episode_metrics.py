@@ -22,13 +22,31 @@ def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float
         by_source: dict[str, list[Episode]] = {}
         for episode in episodes:
             by_source.setdefault(episode.source, []).append(episode)
-        return {
+        foreign = [bool(sample.sampled_by) for episode in episodes for sample in episode.samples]
+        return ({"rollout/replayed_frac": float(np.mean(foreign))} if any(foreign) else {}) | {
             f"data/{name_in_mix(source)}/{name}": value
             for source, some in sorted(by_source.items())
             for name, value in _metrics_of_source(cfg.of_source(source), some).items()
         }
-    metrics = means("reward", reward_terms(episodes))
+    metrics = means("reward", reward_terms(episodes)) | player_metrics(episodes)
     return metrics | (_turn_metrics(episodes) if cfg.environment.name else {})
+
+
+def player_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the mean reward of each player that has a name."""
+    return {
+        f"player/{player}/reward/mean": float(np.mean(rewards))
+        for player, rewards in sorted(known_rewards(episodes).items())
+        if player and rewards
+    }
+
+
+def known_rewards(episodes: Sequence[Episode]) -> dict[str, list[float]]:
+    """Return the rewards of each player that have not failed, in the order of the episodes."""
+    known: dict[str, list[float]] = {}
+    for player, reward in (item for episode in episodes for item in episode.player_rewards.items()):
+        known.setdefault(player, []).extend([] if reward is None else [reward])
+    return known
 
 
 def failure_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
@@ -57,15 +75,16 @@ def _metrics_of_source(cfg: Config, episodes: Sequence[Episode]) -> dict[str, fl
     """Return the metrics of episodes of one source, without its name. Without any known reward, there is no mean."""
     metrics = {"failures": float(sum(bool(episode.failure) for episode in episodes))}
     metrics["response_length/mean"] = float(np.mean([episode.length for episode in episodes]))
-    rewards = np.asarray([episode.reward for episode in episodes if episode.reward is not None])
+    rewards = np.asarray([reward for some in known_rewards(episodes).values() for reward in some])
     if len(rewards):
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         metrics["accuracy"] = float((rewards >= cfg.reward.success_threshold).mean())
-    groups: dict[str, set[float]] = {}
+    groups: dict[tuple[str, str], set[float]] = {}
     for episode in episodes:
-        groups.setdefault(episode.group, set()).update([] if episode.reward is None else [episode.reward])
+        for player, reward in episode.player_rewards.items():
+            groups.setdefault((episode.group, player), set()).update([] if reward is None else [reward])
     metrics["reward/zero_std_frac"] = float(np.mean([len(rewards) < 2 for rewards in groups.values()]))
-    metrics |= means("reward", reward_terms(episodes))
+    metrics |= means("reward", reward_terms(episodes)) | player_metrics(episodes)
     return metrics | (_turn_metrics(episodes) if cfg.environment.name else {})
 
 

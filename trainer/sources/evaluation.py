@@ -17,7 +17,7 @@ from trainer.metrics.estimates import means_of, row_values
 from trainer.metrics.names import of_val_set, pass_at
 from trainer.process.tracing import TRACER
 from trainer.sources.base import Evaluation
-from trainer.sources.episode_metrics import means, reward_terms
+from trainer.sources.episode_metrics import known_rewards, means, player_metrics, reward_terms
 from trainer.sources.rollouts import Rollouts
 
 LOG = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class RolloutEvaluator:
         if not found:
             LOG.warning("the evaluation of %s in step %d: no reward is known, so there is no accuracy", name, step)
         found["failures"] = float(sum(bool(episode.failure) for episode in episodes))
+        found |= player_metrics(episodes)
         return {of_val_set(name, measure): value for measure, value in found.items()}
 
     def _sampling_of(self, settings: ValSetConfig) -> Sampling:
@@ -135,7 +136,7 @@ class RolloutEvaluator:
     def _reward_metrics(self, greedy: Sequence[Episode], step: int) -> dict[str, float]:
         """Return the metrics of greedy episodes. Without any whose reward is known, there is no mean."""
         metrics = {"val/failures": float(sum(bool(episode.failure) for episode in greedy))}
-        rewards = np.asarray([episode.reward for episode in greedy if episode.reward is not None])
+        rewards = np.asarray([reward for some in known_rewards(greedy).values() for reward in some])
         if not len(rewards):
             LOG.warning(
                 "the evaluation of step %d: no reward is known, so there is no val/reward/mean and no val/accuracy",
@@ -144,6 +145,7 @@ class RolloutEvaluator:
             return metrics
         metrics["val/reward/mean"] = float(rewards.mean())
         metrics["val/accuracy"] = float((rewards >= self.cfg.reward.success_threshold).mean())
+        metrics |= {f"val/{name}": value for name, value in player_metrics(greedy).items()}
         return metrics | means("val/reward", reward_terms(greedy))
 
     def _pass_at_k(self, sampled: Sequence[Episode]) -> dict[str, float]:

@@ -335,7 +335,10 @@ class InFlightSource(SamplingSource):
             return group.episodes
 
         try:
-            groups = [RowGroup(flying.row, await sample(range(self.cfg.rollout.n), greedy=False))]
+            if self.ledger.row(flying.row).recorded:
+                groups = [self._recorded(flying.row)]
+            else:
+                groups = [RowGroup(flying.row, await sample(range(self.cfg.rollout.n), greedy=False))]
             if self._needs_baselines:
                 groups = self._baselined(groups, await sample([-1], greedy=True))
             failpoint("in_flight:finished")

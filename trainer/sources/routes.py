@@ -26,6 +26,7 @@ from trainer.files.redaction import redact
 from trainer.journal.history import identity
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.terms import reward_functions
+from trainer.sources.replay import recorded_prompts
 
 LOG = logging.getLogger(__name__)
 
@@ -38,6 +39,11 @@ def train_sources(cfg: Config) -> list[str]:
     return [f"mix.{name}" for name in sorted(cfg.data.mix)] or [""]
 
 
+def sampled_sources(cfg: Config) -> list[str]:
+    """Return the sources of the training data that are not recorded."""
+    return [source for source in train_sources(cfg) if not cfg.of_source(source).data.replay]
+
+
 def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
     """Return the prompts of `train` or `val`; with an environment, the rows that it makes prompts of.
 
@@ -48,6 +54,8 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
         firsts = (f"{one.first_dropped} of {name_in_mix(name)}" for name, one in sets.items() if one.dropped)
         prompts = [prompt for one in sets.values() for prompt in one.prompts]
         return PromptSet(prompts, sum(one.dropped for one in sets.values()), next(firsts, ""))
+    if cfg.data.replay:
+        return PromptSet(recorded_prompts(cfg, tokenizer), 0)
     if cfg.environment.name:
         found = load_rows(cfg.data, split)
         answers = [prompt.row.get(cfg.data.answer_key) for prompt in found.prompts]

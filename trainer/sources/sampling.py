@@ -24,6 +24,7 @@ from trainer.data.datasets import Prompt, PromptSet, name_in_mix
 from trainer.data.ledger import SampleIndex
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
+from trainer.errors import UserError
 from trainer.generation.engine import RunningRequests, Sampling
 from trainer.journal.history import digest
 from trainer.metrics.timing import Timer
@@ -32,6 +33,7 @@ from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch, UsedRow, ahead_component
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
+from trainer.sources.replay import replayed
 from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import prompt_ledger
 
@@ -50,9 +52,18 @@ class RowGroup:
 
     @property
     def mean_reward(self) -> float | None:
-        """None: all rewards failed."""
-        known = [episode.reward for episode in self.episodes if episode.reward is not None]
+        """Of all players. None: all rewards failed."""
+        known = [reward for episode in self.episodes for reward in episode.player_rewards.values()]
+        known = [reward for reward in known if reward is not None]
         return float(np.asarray(known).mean()) if known else None
+
+    @property
+    def teaches(self) -> bool:
+        """Whether at least two of the rewards of a player that did not fail differ."""
+        seen: dict[str, set[float]] = {}
+        for player, reward in (item for episode in self.episodes for item in episode.player_rewards.items()):
+            seen.setdefault(player, set()).update([] if reward is None else [reward])
+        return any(len(rewards) > 1 for rewards in seen.values())
 
 
 class StepInFlight:
@@ -264,9 +275,9 @@ class SamplingSource:
         while choice is None:
             batch += 1
             groups += await self._more_groups(groups, step)
-            rewards = _reward_table(groups)
+            teaches = [group.teaches for group in groups]
             if a.dynamic_sampling:
-                choice = choose_groups(rewards, wanted, complete=batch == a.run_option("max_gen_batches"))
+                choice = choose_groups(teaches, wanted, complete=batch == a.run_option("max_gen_batches"))
             else:
                 choice = list(range(wanted)), wanted
         chosen, used = choice
@@ -274,7 +285,7 @@ class SamplingSource:
         metrics = failure_metrics(self.cfg, [episode for group in groups for episode in group.episodes])
         if a.dynamic_sampling:
             metrics |= {"sampling/batches": float(batch), "sampling/filtered": float(used - len(chosen))}
-            lacking = int((~have_different_rewards(rewards[chosen])).sum())
+            lacking = sum(not teaches[i] for i in chosen)
             if lacking:
                 LOG.warning(
                     "step %d: %d of %d prompts teach nothing, after %d batches", step.step, lacking, wanted, batch
@@ -288,12 +299,18 @@ class SamplingSource:
         indices = self.ledger.peek(self.cfg.trainer.train_batch_size, in_flight)
         step.rows += indices
         r = self.cfg.rollout
-        requests = self._requests(indices, step.step, range(r.n), self._sampling)
+        sampled = [index for index in indices if not self.ledger.row(index).recorded]
+        requests = self._requests(sampled, step.step, range(r.n), self._sampling)
         is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
         record = self.rollouts.exact_record(step.history)
         on_asked = self._end_generation(step) if is_last else lambda: None
         episodes = await self.rollouts.run(requests, f"step {step.step}", record, on_asked)
-        return [RowGroup(index, episodes[i * r.n : (i + 1) * r.n]) for i, index in enumerate(indices)]
+        made = {index: RowGroup(index, episodes[i * r.n : (i + 1) * r.n]) for i, index in enumerate(sampled)}
+        return [made.get(index) or self._recorded(index) for index in indices]
+
+    def _recorded(self, index: SampleIndex) -> RowGroup:
+        prompt = self.ledger.row(index)
+        return RowGroup(index, list(replayed(prompt, _group_of(prompt, index))))
 
     def _end_generation(self, step: StepInFlight) -> Callable[[], None]:
         def end() -> None:
@@ -321,7 +338,16 @@ class SamplingSource:
         return self._baselined(groups, greedy)
 
     def _baselined(self, groups: Sequence[RowGroup], greedy: Sequence[Episode]) -> list[RowGroup]:
-        """Return groups with the rewards of their greedy episodes as their baselines."""
+        """Return groups with the rewards of their greedy episodes as their baselines.
+
+        Raises:
+            UserError: an environment has several players.
+        """
+        if any(len(episode.player_rewards) > 1 for episode in greedy):
+            raise UserError(
+                f"algorithm.advantage_estimator={self.cfg.algorithm.advantage_estimator}: one greedy episode is no "
+                "baseline for several players; choose rae"
+            )
         a, lengths = self.cfg.algorithm, torch.tensor([episode.length for episode in greedy])
         rewards = torch.tensor([episode.reward or 0.0 for episode in greedy], dtype=torch.float64)
         limit, factor = self.cfg.rollout.max_response_tokens, a.run_option("overlong_factor")
@@ -339,9 +365,7 @@ class SamplingSource:
         requests = []
         for index in indices:
             prompt: Prompt = self.ledger.row(index)
-            group = f"{index.epoch}:{prompt.index}"
-            if prompt.source:
-                group = f"{name_in_mix(prompt.source)}:{group}"
+            group = _group_of(prompt, index)
             requests += [RolloutRequest(prompt, group, step, number, sampling) for number in numbers]
         return requests
 
@@ -387,6 +411,12 @@ class SamplingSource:
         return []
 
 
+def _group_of(prompt: Prompt, index: SampleIndex) -> str:
+    """Return the name of the group of a row in an epoch."""
+    group = f"{index.epoch}:{prompt.index}"
+    return f"{name_in_mix(prompt.source)}:{group}" if prompt.source else group
+
+
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
@@ -397,34 +427,21 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
             LOG.warning("%d rollouts have not ended after %g s", len(left), time_limits.LOOP_END_S)
 
 
-def _reward_table(groups: Sequence[RowGroup]) -> np.ndarray:
-    """Return the rewards of groups, `(P, n)`, NaN where a reward failed."""
-    return np.asarray(
-        [[np.nan if episode.reward is None else episode.reward for episode in group.episodes] for group in groups]
-    )
-
-
-def choose_groups(rewards: np.ndarray, wanted: int, complete: bool) -> tuple[list[int], int] | None:
+def choose_groups(teaches: Sequence[bool], wanted: int, complete: bool) -> tuple[list[int], int] | None:
     """Choose the first `wanted` groups that teach something, of those sampled so far.
 
     Args:
-        rewards: `(P, n)`, NaN where a reward failed.
+        teaches: of each group (see `RowGroup.teaches`).
         complete: no more will be sampled: fill up with the first of the others.
 
     Returns:
         the indices of the chosen groups, ascending, and how many groups are used up: all up to the last one that was
         looked at. None when more must be sampled.
     """
-    informative = np.flatnonzero(have_different_rewards(rewards))[:wanted].tolist()
+    informative = np.flatnonzero(teaches)[:wanted].tolist()
     if len(informative) == wanted:
         return informative, informative[-1] + 1
     if not complete:
         return None
-    others = [i for i in range(len(rewards)) if i not in set(informative)]
-    return sorted(informative + others[: wanted - len(informative)]), len(rewards)
-
-
-def have_different_rewards(rewards: np.ndarray) -> np.ndarray:
-    """Return `(P,)`, true where at least two of the rewards `(P, n)` that did not fail (not NaN) differ."""
-    failed = np.isnan(rewards)
-    return np.where(failed, -np.inf, rewards).max(axis=1) > np.where(failed, np.inf, rewards).min(axis=1)
+    others = [i for i in range(len(teaches)) if i not in set(informative)]
+    return sorted(informative + others[: wanted - len(informative)]), len(teaches)

@@ -31,6 +31,7 @@ from trainer.sources.routes import (
     make_scorers,
     read_prompts,
     read_source,
+    sampled_sources,
     train_sources,
 )
 from trainer.sources.sampling import SamplingSource
@@ -109,7 +110,7 @@ def sample_episodes(
 def _sampled_sources(cfg: Config) -> list[str]:
     """Return the sources of all prompts, those of validation included."""
     own = [""] if cfg.data.mix and _has_validation_prompts(cfg) else []
-    return [*train_sources(cfg), *own, *(f"{VAL_SETS}{name}" for name in _val_sets(cfg))]
+    return [*sampled_sources(cfg), *own, *(f"{VAL_SETS}{name}" for name in _val_sets(cfg))]
 
 
 def _has_validation_prompts(cfg: Config) -> bool:

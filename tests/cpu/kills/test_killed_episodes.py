@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, run_killed, run_until
+from tests.support.killed_jobs import STEPS, TRAIN_SIZE, run_killed, run_until
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.seeding import permutation
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -153,3 +154,29 @@ def test_steps_come_back_as_they_were_even_if_environments_answer_differently_ea
         rows = {row["step"]: row for row in metrics(tmp_path / "run")}
         assert comparable([rows[step] for step in logged]) == comparable([*logged.values()])
         assert max(rows) == STEPS and "groups came from the journal and 0 were generated" in log.read_text()
+
+
+@pytest.mark.parametrize("ranks, lora", [(1, ()), (2, ("trainer.policy.lora.rank=4",))], ids=["one", "adapters"])
+def test_self_play_that_is_killed_inside_a_game_ends_as_if_never_killed(model, tmp_path, ranks, lora):
+    """In the third step, when the averages of the players and their games come from a checkpoint and the journal."""
+    stops = int(permutation(TRAIN_SIZE, 1, "epoch", 0)[9])
+    rows = [{"prompt": f"p{i}", "turns": 3, "stops": i == stops} for i in range(TRAIN_SIZE)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = ("algorithm=grpo", "algorithm.advantage_estimator=rae", f"model.path={model}", *lora,
+            f"trainer.num_workers={ranks}", "trainer.seed=1", "data=files", "data.train_files=[rows.jsonl]",
+            "data.train_size=-1", "environment.name=tests.support.environments:Duel",
+            "+environment.kwargs.is_hashed=true", "rollout.max_prompt_tokens=64",
+            "logger.save_rollouts=true", "trainer.val_interval=-1")  # fmt: skip
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
+    stopped, saved = tmp_path / "stopped", tmp_path / "killed/checkpoints/global_step_2"
+    job = (*base, f"trainer.run_dir={tmp_path}/killed", f"+environment.kwargs.stops={stopped}")
+    assert not run_until(tmp_path / "killed.log", *job, kill_when=lambda _: stopped.exists() and saved.exists())
+    assert run_until(tmp_path / "killed.log", *job)
+    whole = metrics(tmp_path / "whole")
+    assert comparable(metrics(tmp_path / "killed")) == comparable(whole)
+    assert {"player/x/reward/mean", "player/o/baseline"} <= whole[0].keys() and whole[-1]["player/x/baseline"] > 0.1
+    assert whole[-1]["progress/prompts"] == 4 * STEPS
+    for name in (f"exports/global_step_{STEPS}/policy/model.safetensors", "rollouts/step_3.arrow"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    state = json.loads((tmp_path / f"killed/checkpoints/global_step_{STEPS}/trainer_state.json").read_text())
+    assert state["player_baselines"]["x"] == whole[-1]["player/x/baseline"]

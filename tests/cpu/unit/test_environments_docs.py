@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.support.pages import files_of_page
 from trainer.config import DataConfig
 from trainer.data.datasets import read_examples
+from trainer.environments.base import find_environment
 
 PAGE = "docs/environments.md"
 
@@ -38,3 +39,18 @@ def test_the_files_of_the_page_make_rows_whose_chats_the_environment_would_answe
         [sys.executable, "-c", play, arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == [f"[{row['messages'][2]}] 0.0", "() 1.0"], done.stderr
+
+
+def test_the_game_of_the_page_about_self_play_pays_who_takes_the_last_stone(tmp_path, monkeypatch):
+    assert files_of_page("docs/self_play.md", tmp_path) == ["nim.py"]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kind = find_environment("nim:Nim")
+
+    def play(*moves: str) -> list[tuple[str, dict[str, float]]]:
+        game = kind()
+        assert game.reset({"stones": 5}, 0) == [{"role": "user", "content": "5 stones are left. Take 1, 2 or 3."}]
+        steps = [game.step({"role": "assistant", "content": move}) for move in moves]
+        return [(step.player, step.player_rewards) for step in steps]
+
+    assert play("3", " 2 ") == [("second", {}), ("", {"second": 1.0, "first": -1.0})]
+    assert play("1", "4") == [("second", {}), ("", {"first": 1.0, "second": -1.0})]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,3 +49,18 @@ def test_replies_are_told_from_examples_in_the_prompt(messages, turns, text, pro
 
 def test_the_length_is_the_number_of_sampled_tokens_of_all_samples():
     assert Episode("0:0:0", "0:0", [sample(0, 0, 1, 1), sample(0, 1)]).length == 3
+
+
+def test_samples_have_the_reward_of_their_episode_unless_their_player_has_one():
+    def of(player: str, reward: float | None) -> Sample:
+        return replace(sample(0, 1), player=player, reward=reward)
+
+    one = Episode("0:0:0", "0:0", [sample(0, 1), sample(1, 1)], 0.5)
+    assert [s.reward for s in one.samples] == [0.5, 0.5] and one.player_rewards == {"": 0.5}
+    assert [s.reward for s in replace(one, reward=None).samples] == [None, None]
+    assert Episode("0:0:0", "0:0", [], 0.5).player_rewards == {"": 0.5}
+    two = Episode("0:0:0", "0:0", [of("x", 1.0), of("o", -1.0), of("x", 1.0)], 0.0)
+    assert [(s.player, s.reward) for s in two.samples] == [("x", 1.0), ("x", 1.0), ("o", -1.0)]
+    failed = Episode("0:0:0", "0:0", [of("x", None), of("o", None)], None)
+    assert failed.player_rewards == {"x": None, "o": None}
+    assert replace(failed, reward=0.0).player_rewards == {"x": 0.0, "o": 0.0}

@@ -64,6 +64,20 @@ def test_agents_ask_and_give_the_reward(one_call, tokenizer):
     assert {request.seed for request in again.asked} == {request.seed for request in policy.asked}
 
 
+def test_each_player_of_an_agent_asks_by_a_model_of_its_own(tokenizer):
+    policy = Policy(tokenizer, lambda prompt, seed: "ab" * (1 + seed % 3))
+    with runner_of(tokenizer, "Debate") as runner:
+        both, unnamed = run(runner, policy, requests_of({"prompt": "x"}, {"prompt": "y", "unnamed": True}))
+    pro, con = both.samples
+    assert (pro.player, con.player) == ("pro", "con") and pro.token_ids[0] == con.token_ids[0]
+    assert len({request.seed for request in policy.asked}) == 2 * 2, "though their prompts are equal"
+    lengths = [len(tokenizer.decode(one.token_ids[one.mask > 0], skip_special_tokens=True)) for one in both.samples]
+    assert [pro.reward, con.reward] == [0.5 + length for length in lengths]
+    assert both.reward == sum(both.player_rewards.values()) / 2 and both.turns == 2
+    assert "there is no model 'policy'; the policy is called policy:pro or policy:con" in unnamed.failure
+    assert unnamed.player_rewards == {"pro": 0.0, "con": 0.0}
+
+
 def test_few_agents_run_at_the_same_time_if_the_config_says_so(tokenizer, tmp_path):
     rows = [{"prompt": "a", "directory": str(tmp_path)}] * 5
     policy = Policy(tokenizer, lambda *_: "ok")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.algorithm_checks import CASES, check_advantages, padded
 from tests.support.algorithm_checks import random_case as case
 from tests.support.tables import table
-from trainer.algorithms import ADVANTAGES
+from trainer.algorithms import ADVANTAGES, MovingAverages
 from trainer.import_utils import options_of
 
 
@@ -52,6 +52,7 @@ TOKENS = torch.tensor([1, 5, 3, 2, 4, 2, 5, 1, 3])
         ("reinforce_plus_plus_baseline", {}),
         ("remax", {"gamma": 0.9}),
         ("remax", {"gamma": 0.9, "normalize_std": True}),
+        ("rae", {}),
         ("maxrl", {}),
         ("opo", {}),
         ("grpo_passk", {"pass_k": 1}),
@@ -113,7 +114,8 @@ def test_advantages_have_no_gradient_and_the_widest_type_of_their_inputs(name):
     """Rewards that are counted as integers, values that a critic has just computed."""
     options = options_of(ADVANTAGES[name])
     baselines, values = torch.tensor([0.5, 0.5]), torch.full((2, 1), 0.5, requires_grad=True)
-    given = {n: v for n, v in (("baselines", baselines), ("values", values), ("pass_k", 1)) if n in options}
+    known = {"baselines": baselines, "player_baselines": baselines, "values": values, "pass_k": 1}
+    given = {n: v for n, v in known.items() if n in options}
     ids, mask = torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.long)
     results = [
         ADVANTAGES[name](torch.tensor([[1], [0]], dtype=dtype), mask, ids, **given)
@@ -128,3 +130,19 @@ def test_advantages_have_no_gradient_and_the_widest_type_of_their_inputs(name):
     options = {option: empty[option] for option in given}
     advantages, _ = ADVANTAGES[name](torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), **options)
     assert advantages.shape == (0, 3)
+
+
+def test_the_moving_average_of_a_player_is_read_before_its_reward():
+    averages = MovingAverages()
+    baselines, after = averages.read(["x", "o", "x", "o", "x"], [1.0, -2.0, 1.0, None, -1.0])
+    advantages, _ = ADVANTAGES["rae"](
+        torch.tensor([[1.0], [1.0], [-1.0]]),
+        torch.ones(3, 1),
+        torch.zeros(3),
+        player_baselines=torch.tensor(baselines[::2]),
+    )
+    assert advantages[:, 0].tolist() == pytest.approx([1, 0.95, -1.0975]) and baselines[1::2] == pytest.approx(
+        [0, -0.1]
+    )
+    assert after == pytest.approx({"x": 0.042625, "o": -0.1}), "a reward that is not known changes nothing"
+    assert averages.state_dict() == {}, "only the end of the step moves them"

@@ -41,6 +41,9 @@ def samples(draw: Any) -> Sample:
         np.asarray(draw(singles), np.float32),
         None if logprobs is None else np.asarray(logprobs, np.float32),
         versions,
+        reward=draw(st.none() | doubles),
+        player=draw(st.sampled_from(["", "", "x", "o"])),
+        sampled_by=draw(st.sampled_from(["", "another"])),
     )
 
 

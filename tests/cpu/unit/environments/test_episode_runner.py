@@ -49,6 +49,24 @@ def test_policy_and_environment_take_turns(runner, tokenizer):
     assert [message["content"] for message in endless.messages] == ["", "a", "1:a", "bb", "2:bb", "ccc", "3:ccc"]
 
 
+def test_each_player_has_a_conversation_and_a_reward_of_its_own(tokenizer):
+    policy = Policy(tokenizer, "a", "bb")
+    with runner_of(tokenizer, name="tests.support.environments:Duel") as runner:
+        game, short, cut, wrong = run(
+            runner, policy, requests_of({"turns": 3}, {"turns": 1}, {"turns": 9}, {"turns": 2, "player": "y"})
+        )
+    assert [(one.player, one.reward, tokenizer.decode(one.token_ids)) for one in game.samples] == [
+        ("x", 1.5, "<|user|>x begins<|assistant|>a<|end|><|user|>x hears a<|assistant|>bb<|end|>"),
+        ("o", -0.75, "<|user|>o hears a<|assistant|>a<|end|>"),
+    ]
+    assert [tokenizer.decode(one.token_ids[one.mask > 0]) for one in game.samples] == ["a<|end|>bb<|end|>", "a<|end|>"]
+    assert (game.status, game.turns, game.reward, game.length) == ("stop", 3, 0.375, 7)
+    assert game.player_rewards == {"x": 1.5, "o": -0.75} and len(set(policy.seeds[0])) == len(policy.seeds[0])
+    assert short.player_rewards == {"x": 1.25}, "the other player was never asked"
+    assert (cut.status, cut.turns, cut.player_rewards) == ("turns", 3, {"x": 0.5, "o": 0.25})
+    assert wrong.player_rewards == {"x": 0.0} and "player='y': it must be one of x, o" in wrong.failure
+
+
 def test_every_draw_is_keyed_by_its_turn(runner, tokenizer):
     """In the first turn as in an episode of a single turn. Episodes of one prompt share the seed of the environment."""
     policy = Policy(tokenizer, "a", "b")

@@ -62,6 +62,7 @@ def steps(rank: Rank, path: str) -> list[dict]:
             batch[key] = torch.zeros(shape).numpy()
             batch[key][rows] = values
         batch["teacher_logprobs"] = batch["old_logprobs"] - 0.25
+        batch["player_baselines"] = torch.full((len(samples),), 0.25).numpy()
         a, lengths = cfg.algorithm, torch.tensor([len(c.token_ids) for c in completions])
         zeros = torch.zeros(len(requests)).double()
         rewards = shape_rewards(zeros, lengths, MAX_TOKENS, a.overlong_buffer, a.run_option("overlong_factor")).numpy()

@@ -13,7 +13,7 @@ from trainer.config.tasks import add_task
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.objectives import Outputs
-from trainer.objectives.batches import build_batch
+from trainer.objectives.batches import batch_of, build_batch
 from trainer.objectives.check import check_functions
 from trainer.objectives.policy_gradient import PolicyGradient
 from trainer.parallel.batching import take_rows
@@ -87,6 +87,48 @@ def test_rollouts_of_older_weights_that_a_checkpoint_held_are_corrected(chosen):
     assert np.array_equal(trained(5), trained(4)) == (chosen != "auto")
     assert np.array_equal(trained(4), trained(None)), "nobody knows how far away another policy is"
     assert np.array_equal(trained(4), trained(0)), "this run's weights count from 1"
+
+
+def test_players_are_compared_with_themselves_in_one_optimizer_step():
+    """Two games of each of two prompts; the first player's conversation of the first game has two samples."""
+    ones, steps = np.ones(3, np.float32), []
+
+    def played(uid: str, **rewards: float) -> Episode:
+        several = [name for name in rewards for _ in range(1 + (uid == "0:0:0" and name == "x"))]
+        samples = [
+            Sample(np.arange(3, dtype=np.int32), ones, -ones, (5, 5), reward=rewards[name], player=name)
+            for name in several
+        ]
+        return Episode(uid, uid[:3], samples, 0.0)
+
+    games = [
+        played("0:0:0", x=1, o=-1),
+        played("0:0:1", x=0, o=1),
+        played("0:1:0", x=1, o=0),
+        played("0:1:1", x=1, o=0),
+    ]
+    rows = batch_of(games, 5) | {"old_logprobs": np.full((9, 3), -1.0, np.float32)}
+    assert (
+        rows["group_ids"].tolist() == [0, 0, 1, 0, 1, 2, 3, 2, 3] and rows["prompt_ids"].tolist() == [0] * 5 + [1] * 4
+    )
+    made = objective(advantage_estimator="rloo")
+    made.cfg.trainer.train_batch_size = made.cfg.trainer.mini_batch_size = 2
+    (everything,) = made.mini_batches(rows, 1)
+    assert everything.tolist() == [*range(9)]
+    made.cfg.trainer.mini_batch_size = 1
+    assert sorted(part.tolist() for part in made.mini_batches(rows, 1)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    found = made.experience(games, rows)
+    assert found.batch["advantages"][:, 2].tolist() == [1, 1, -2, -1, 2, 0, 0, 0, 0]
+    assert found.metrics["reward/mean"] == 0.375 and found.metrics["reward/zero_std_frac"] == 0.5
+    made = objective(advantage_estimator="rae")
+    for _ in range(2):
+        steps.append(made.experience(games, rows))
+    assert made.averages.state_dict() == {} and np.array_equal(*(one.batch["advantages"] for one in steps))
+    first = steps[0].batch["advantages"][:, 0].tolist()
+    assert first == pytest.approx([1, 1, -1, -0.05, 1.05, 0.9525, -0.0025, 0.904875, -0.002375], abs=1e-6)
+    made.end_step(steps[0].batch, {}, None)
+    assert made.averages.state_dict() == pytest.approx({"x": 0.14036875, "o": 0.00225625})
+    assert steps[0].metrics["player/x/baseline"] == made.averages.averages["x"]
 
 
 def test_the_agreement_of_log_probs_is_measured_on_what_this_run_has_sampled():

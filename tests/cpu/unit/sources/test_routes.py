@@ -6,8 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.cpu.unit.data.test_records import bits
@@ -15,9 +17,12 @@ from tests.support.replies import Replies, journal_in, sampling_source
 from tests.support.runs import configured
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
+from trainer.data.rollout_io import write_rollouts
 from trainer.environments.episode_runner import EnvironmentRunner, SingleTurnRunner
+from trainer.errors import UserError
 from trainer.journal.journal import Journal
 from trainer.models.tokenizer import load_tokenizer
+from trainer.objectives.batches import batch_of
 from trainer.sources.routes import make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource
 
@@ -165,3 +170,46 @@ def test_sources_with_the_same_settings_share_processes(tmp_path, model):
     assert isinstance(routes["mix.loud"].episodes, EnvironmentRunner)
     assert routes["mix.plain"].scorer is routes["mix.other"].scorer
     assert len(made) == 2, "one for the reward of single turns, one for the default of the others"
+
+
+def test_recorded_groups_are_a_source_that_says_who_sampled_them(tmp_path, model):
+    """A quarter of each step. A resume continues behind the groups that are trained, and compares them all."""
+    cfg = mixed(tmp_path)
+    with source_of(cfg, model) as (source, _):
+        recorded = [episode for episode in source.next(1) if episode.source == "mix.plain"]
+    recorded[1] = replace(recorded[1], reward=0.5)
+    write_rollouts(str(tmp_path), 3, recorded)
+    old = SourceConfig(files=[str(tmp_path / "rollouts/step_3.arrow")], replay=True)
+    cfg.data = DataConfig(mix={"old": old, "plain": replace(cfg.data.mix["plain"], weight=3)})
+
+    with source_of(cfg, model) as (source, engines):
+        first = source.next(1)
+        metrics, replayed = source.add_metrics(1, {}), [one for one in first if one.source == "mix.old"]
+        assert len(engines.seeds) == 2 * 6 and metrics["rollout/replayed_frac"] == 0.25
+        assert metrics["data/old/prompts"] == 2 and len(replayed) == 4
+        by_name = {(one.messages[0]["content"], one.number): one for one in recorded}
+        for one in replayed:
+            (sample,), (before,) = one.samples, by_name[one.messages[0]["content"], one.number].samples
+            assert (sample.sampled_by, sample.is_foreign, sample.weight_versions) == ("old", True, (1, 1))
+            assert np.array_equal(sample.logprobs, before.logprobs) and np.array_equal(
+                sample.token_ids, before.token_ids
+            )
+        batch = batch_of(first, 1)
+        assert batch["is_stale"].tolist() == batch["is_foreign"].tolist() == [one.source == "mix.old" for one in first]
+        source.commit(1)
+        state, second = source.state_dict(), source.next(2)
+    assert {one.group for one in second if one.source == "mix.old"}.isdisjoint(one.group for one in replayed)
+    with source_of(cfg, model) as (source, _):
+        source.load_state_dict(state)
+        assert [one.uid for one in source.next(2)] == [one.uid for one in second]
+    write_rollouts(str(tmp_path), 3, [replace(one, reward=0.0) for one in recorded])
+    with source_of(cfg, model) as (source, _), pytest.raises(UserError, match="data.mix.old: the prompts' content"):
+        source.load_state_dict(state)
+    write_rollouts(
+        str(tmp_path), 3, [replace(one, samples=[replace(one.samples[0], logprobs=None)]) for one in recorded]
+    )
+    with (
+        pytest.raises(UserError, match="data.mix.old.files: .*group plain:0:.*has no log-probs"),
+        source_of(cfg, model),
+    ):
+        pass
