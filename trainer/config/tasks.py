@@ -179,7 +179,7 @@ def teacher_role(config: Config) -> RoleSpec:
     return RoleSpec(
         "teacher",
         a.teacher.path,
-        scores=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
+        computes=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
         section="trainer.policy",
         sharding=config.trainer.policy.fsdp,
         path_key=TEACHER_KEY,
