@@ -17,7 +17,7 @@ from trainer.agents.server import AgentServer, shared_server
 from trainer.agents.sessions import AgentSession
 from trainer.config import Config
 from trainer.environments.base import AgentResult, find_environment, players_of
-from trainer.environments.episode_runner import Asks, EnvironmentRunner, RolloutRequest, empty_sample, mean_reward
+from trainer.environments.episode_runner import Asks, EnvironmentRunner, RolloutRequest, empty_sample
 from trainer.episodes import Episode
 from trainer.generation.engine import Request, Sampling
 from trainer.sandbox.pool import Calls
@@ -138,7 +138,7 @@ class AgentRunner(EnvironmentRunner):
             request.uid,
             request.group,
             samples or [empty_sample(self._tokenizer)],
-            reward=None if is_spared else mean_reward(list(rewards.values())),
+            reward=None if is_spared else sum(rewards.values()) / len(rewards),
             rewards=result.rewards,
             status=session.status,
             failure=session.failure,

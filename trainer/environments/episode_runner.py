@@ -229,7 +229,8 @@ class EnvironmentRunner(EpisodeRunner):
             "reward": None if episode.is_spared else 0.0,
         }
         if not episode.failure:
-            fields["reward"] = mean_reward([episode.reward_of(player) for player in episode.conversations])
+            rewards = [episode.reward_of(player) for player in episode.conversations]
+            fields["reward"] = sum(rewards) / len(rewards)
             fields |= {"rewards": episode.total("rewards"), "metrics": episode.total("metrics")}
         if not samples:
             return Episode(request.uid, request.group, [empty_sample(self._tokenizer)], turns=0, **fields)
@@ -240,11 +241,6 @@ class EnvironmentRunner(EpisodeRunner):
         """Return the answer in the row of an episode, as text."""
         answer = request.prompt.row.get(self._answer_key)
         return "" if answer is None else str(answer)
-
-
-def mean_reward(rewards: Sequence[float]) -> float:
-    """Return the reward of an episode: the mean of those of its players."""
-    return rewards[0] if len(rewards) == 1 else sum(rewards) / len(rewards)
 
 
 def empty_sample(tokenizer: Any) -> Sample:

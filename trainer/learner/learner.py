@@ -58,10 +58,8 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Return what of the objective is saved."""
         averages = self.objective.averages
-        return {
-            "kl_controller": self.kl.state_dict(),
-            **({} if averages is None else {_PLAYER_BASELINES: averages.state_dict()}),
-        }
+        of_players = {} if averages is None else {_PLAYER_BASELINES: averages.state_dict()}
+        return {"kl_controller": self.kl.state_dict(), **of_players}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved. Averages of players that it does not have begin at 0."""

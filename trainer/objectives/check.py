@@ -136,11 +136,8 @@ def _check_further_options(config: Config, functions: dict[str, Callable[..., An
     built_in = [*KL_OPTIONS] if algorithm.adapts_kl else []
     built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
     built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
-    needs = {
-        "overlong_factor": algorithm.overlong_buffer,
-        "max_gen_batches": algorithm.dynamic_sampling,
-        "baseline_decay": PLAYER_BASELINES in algorithm.reads,
-    }
+    needs = {"overlong_factor": algorithm.overlong_buffer, "max_gen_batches": algorithm.dynamic_sampling}
+    needs["baseline_decay"] = PLAYER_BASELINES in algorithm.reads
     built_in += [name for name in RUN_OPTIONS if needs.get(name, True)]
     custom: list[str] = []
     for key, function in functions.items():

@@ -89,7 +89,13 @@ def _config(cfg: Config) -> Config:
         ray_address=cfg.trainer.ray_address or PROCESSES,  # no Ray for a minute
     )
     logger = dataclasses.replace(cfg.logger.without_services(), plot=False)
-    return dataclasses.replace(cfg, trainer=trainer, logger=logger)
+    return dataclasses.replace(_without_replay(cfg), trainer=trainer, logger=logger)
+
+
+def _without_replay(cfg: Config) -> Config:
+    """Return the config without recorded rollouts, which are no examples."""
+    mix = {name: source for name, source in cfg.data.mix.items() if not source.replay}
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, mix=mix))
 
 
 def made_model(cfg: Config) -> str | None:
@@ -124,10 +130,11 @@ def _directory(cfg: Config) -> str:
     usual = {key: value for key, value, _ in walk_keys(Config())}
     recipe = {
         key: value
-        for key, value, _ in walk_keys(cfg)
+        for key, value, _ in walk_keys(_without_replay(cfg))
         if (key.startswith(_SECTIONS) or key in _NAMED)
         and key not in _WITHOUT_EFFECT
         and not key.startswith("data.val_sets.")
+        and not key.endswith(".replay")
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
         and (key in _NAMED or value != usual.get(key))
     }

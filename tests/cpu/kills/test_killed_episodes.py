@@ -180,3 +180,20 @@ def test_self_play_that_is_killed_inside_a_game_ends_as_if_never_killed(model, t
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     state = json.loads((tmp_path / f"killed/checkpoints/global_step_{STEPS}/trainer_state.json").read_text())
     assert state["player_baselines"]["x"] == whole[-1]["player/x/baseline"]
+
+
+def test_recorded_rollouts_are_replayed_as_if_never_killed(model, tmp_path):
+    """Half of each step, from another run; each of its 8 groups comes once an epoch."""
+    base = ("algorithm=grpo", f"model.path={model}", "data.train_size=-1", "data.mix.words.synthetic=reverse_text",
+            "data.mix.words.size=12", "trainer.val_interval=-1", "logger.save_rollouts=true")  # fmt: skip
+    assert run_until(tmp_path / "first.log", f"trainer.run_dir={tmp_path}/first", *base, "trainer.total_steps=2")
+    files = ",".join(str(tmp_path / f"first/rollouts/step_{step}.arrow") for step in (1, 2))
+    replay = (*base, "trainer.num_workers=2", f"data.mix.old.files=[{files}]", "data.mix.old.replay=true")
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *replay)
+    rows = metrics(tmp_path / "whole")
+    assert {row["rollout/replayed_frac"] for row in rows} == {0.5} and rows[-1]["data/old/epoch"] == 2 * STEPS / 8
+    assert all("rollout_is/clip_frac" in row for row in rows), "nothing corrects for the other policy"
+    run_killed(tmp_path / "killed.log", f"trainer.run_dir={tmp_path}/killed", *replay)
+    assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
+    for name in (f"exports/global_step_{STEPS}/policy/model.safetensors", f"rollouts/step_{STEPS}.arrow"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name

@@ -269,6 +269,17 @@ def test_a_loss_that_cannot_correct_for_older_weights_is_refused(policy_loss):
     check_functions(config_of([*stale, "rollout.ahead=0"]))
 
 
+def test_replay_without_a_correction_or_what_the_estimator_reads_is_refused():
+    replay = ["data.synthetic=null", "data.train_size=-1", "data.val_size=-1", "data.mix.old.files=[a.arrow]"]
+    replay += ["data.mix.old.replay=true", "trainer.val_interval=-1"]
+    for more in ([], ["algorithm.rollout_correction=mis"], ["algorithm.old_logprobs=rollout"]):
+        check_functions(config_of([*replay, *more]))
+    refused = {"algorithm.rollout_correction=off": "nothing corrects", "algorithm=remax": "no greedy completion"}
+    for key, problem in refused.items():
+        with pytest.raises(UserError, match=f"^data.mix.old.replay=true: .*{problem}"):
+            check_functions(config_of([*replay, key]))
+
+
 def test_functions_by_import_path_get_their_options(tmp_path, monkeypatch):
     (tmp_path / "my_options.py").write_text("def mine(logprobs, old, advantages, mask, *, sharpness, clip_low): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
