@@ -25,7 +25,6 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
 SAMPLED, FORWARD, REVERSE, JSD = "sampled", "forward", "reverse", "jsd"
 TEACHER_KEY, TEACHER_LOGPROBS = "algorithm.teacher.path", "teacher_logprobs"
-PLAYER_BASELINES = "player_baselines"
 _OF_MODELS = ("ref_logprobs", "rollout_logprobs", TEACHER_LOGPROBS)
 AUTO, OFF = "auto", "off"
 
@@ -43,7 +42,7 @@ RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlo
 RUN_OPTIONS |= {"max_gen_batches": 10, "baseline_decay": 0.95}
 """Options that no function gets, with their defaults (`AlgorithmConfig.run_option`)."""
 INPUTS = {
-    ESTIMATOR: ("values", "baselines", PLAYER_BASELINES, "old_logprobs", *_OF_MODELS),
+    ESTIMATOR: ("values", "baselines", "player_baselines", "old_logprobs", *_OF_MODELS),
     LOSS: (*_OF_MODELS, "values", "returns", "group_ids"),
 }
 """Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `computes` of roles."""
@@ -57,7 +56,7 @@ GIVEN = {
 BUILT_IN_INPUTS = {
     "gae": frozenset({"values"}),
     "remax": frozenset({"baselines"}),
-    "rae": frozenset({PLAYER_BASELINES}),
+    "rae": frozenset({"player_baselines"}),
     "reverse_kl": frozenset({"old_logprobs", TEACHER_LOGPROBS}),
 }
 """The built-in functions that read one of `INPUTS`."""

@@ -23,7 +23,6 @@ from trainer.config.algorithm import (
     LOSS,
     OFF,
     OPTION_KEYS,
-    PLAYER_BASELINES,
     RUN_OPTIONS,
     TEACHER_KEY,
     TEACHER_LOGPROBS,
@@ -137,7 +136,7 @@ def _check_further_options(config: Config, functions: dict[str, Callable[..., An
     built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
     built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
     needs = {"overlong_factor": algorithm.overlong_buffer, "max_gen_batches": algorithm.dynamic_sampling}
-    needs["baseline_decay"] = PLAYER_BASELINES in algorithm.reads
+    needs["baseline_decay"] = "player_baselines" in algorithm.reads
     built_in += [name for name in RUN_OPTIONS if needs.get(name, True)]
     custom: list[str] = []
     for key, function in functions.items():
@@ -244,7 +243,7 @@ def _try(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str, sco
     options = chosen_options(function, algorithm, key)
     if key == ESTIMATOR:
         arguments = rewards, mask, groups
-        arrays |= dict.fromkeys(("baselines", PLAYER_BASELINES), torch.zeros(4))
+        arrays |= dict.fromkeys(("baselines", "player_baselines"), torch.zeros(4))
     else:
         first = next(iter(parameter_names(function, follow_wrapped=False)), "")
         if first.startswith("old"):  # in this order in other frameworks

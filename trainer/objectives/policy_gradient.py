@@ -26,15 +26,7 @@ from trainer.algorithms import (
 )
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, Config, aggregation_of, chosen_options, correction_of
-from trainer.config.algorithm import (
-    CRITIC_OPTIONS,
-    GIVEN,
-    INPUTS,
-    KL_OPTIONS,
-    PLAYER_BASELINES,
-    TEACHER_LOGPROBS,
-    unprefixed,
-)
+from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, TEACHER_LOGPROBS, unprefixed
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
@@ -67,7 +59,7 @@ class PolicyGradient(Objective):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         a = cfg.algorithm
-        if PLAYER_BASELINES in a.reads:
+        if "player_baselines" in a.reads:
             self.averages = MovingAverages(a.run_option("baseline_decay"))
         self._next_averages: Mapping[str, float] = {}
         self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if a.adapts_kl else FixedKL(a.kl_coef)
@@ -121,7 +113,7 @@ class PolicyGradient(Objective):
         shaped = self._shape(joined, rewards)
         learnable = choose_learnable_rows(joined, shaped, comparable, a, self.kl.coef)
         if self.averages is not None:
-            joined = joined | {PLAYER_BASELINES: self._read_averages(owners, firsts, shaped, learnable)}
+            joined = joined | {"player_baselines": self._read_averages(owners, firsts, shaped, learnable)}
         joined = add_advantages(joined, shaped, a, self.kl.coef, baselines, learnable)
         for name in ("advantages", "returns"):
             batch[name] = split_samples(joined[name], batch, ids) if several else joined[name]

@@ -89,13 +89,7 @@ def _config(cfg: Config) -> Config:
         ray_address=cfg.trainer.ray_address or PROCESSES,  # no Ray for a minute
     )
     logger = dataclasses.replace(cfg.logger.without_services(), plot=False)
-    return dataclasses.replace(_without_replay(cfg), trainer=trainer, logger=logger)
-
-
-def _without_replay(cfg: Config) -> Config:
-    """Return the config without recorded rollouts, which are no examples."""
-    mix = {name: source for name, source in cfg.data.mix.items() if not source.replay}
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, mix=mix))
+    return dataclasses.replace(cfg, data=cfg.data.without_replay(), trainer=trainer, logger=logger)
 
 
 def made_model(cfg: Config) -> str | None:
@@ -130,11 +124,10 @@ def _directory(cfg: Config) -> str:
     usual = {key: value for key, value, _ in walk_keys(Config())}
     recipe = {
         key: value
-        for key, value, _ in walk_keys(_without_replay(cfg))
+        for key, value, _ in walk_keys(dataclasses.replace(cfg, data=cfg.data.without_replay()))
         if (key.startswith(_SECTIONS) or key in _NAMED)
         and key not in _WITHOUT_EFFECT
-        and not key.startswith("data.val_sets.")
-        and not key.endswith(".replay")
+        and not (key.startswith("data.val_sets.") or key.endswith(".replay"))
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
         and (key in _NAMED or value != usual.get(key))
     }
