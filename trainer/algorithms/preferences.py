@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,14 @@ class LogRatios:
     @property
     def mean_difference(self) -> Tensor:
         """The difference of the means over the tokens."""
-        return self.chosen / self.chosen_tokens - self.rejected / self.rejected_tokens
+        means = self.means
+        return means.chosen - means.rejected
+
+    @property
+    def means(self) -> LogRatios:
+        """The means over the tokens."""
+        chosen, rejected = self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+        return LogRatios(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 
 
 def sigmoid(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
@@ -45,49 +53,72 @@ def robust(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
     return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
 
 
-def hinge(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def hinge(ratios: LogRatios, beta: float) -> Tensor:
     """max(0, 1 - beta d) (SLiC, Zhao et al., 2023)."""
     return (1 - beta * ratios.difference).relu()
 
 
-def ipo(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def ipo(ratios: LogRatios, beta: float) -> Tensor:
     """(c / n_c - r / n_r - 1 / (2 beta))^2, with the numbers of tokens n (Azar et al., 2023, equation 17)."""
     return (ratios.mean_difference - 1 / (2 * beta)) ** 2
 
 
-def sigmoid_norm(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def sigmoid_norm(ratios: LogRatios, beta: float) -> Tensor:
     """-log sigma(beta (c / n_c - r / n_r)): DPO normalised by length (Lambert et al., 2024, equation 6)."""
     return -logsigmoid(beta * ratios.mean_difference)
 
 
-def apo_zero(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def apo_zero(ratios: LogRatios, beta: float) -> Tensor:
     """1 - sigma(beta c) + sigma(beta r): chosen answers become likelier, rejected ones less likely (D'Oosterlinck et
     al., 2024, equation 7)."""
     return 1 - (beta * ratios.chosen).sigmoid() + (beta * ratios.rejected).sigmoid()
 
 
-def apo_down(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def apo_down(ratios: LogRatios, beta: float) -> Tensor:
     """sigma(beta c) + 1 - sigma(beta d): both become less likely, rejected ones more so (D'Oosterlinck et al., 2024,
     equation 8)."""
     return (beta * ratios.chosen).sigmoid() + 1 - (beta * ratios.difference).sigmoid()
 
 
-def nca_pair(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def nca_pair(ratios: LogRatios, beta: float) -> Tensor:
     """-log sigma(beta c) - (log sigma(-beta c) + log sigma(-beta r)) / 2 (NCA, Chen et al., 2024)."""
     chosen, rejected = beta * ratios.chosen, beta * ratios.rejected
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-def sppo_hard(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+def sppo_hard(ratios: LogRatios, beta: float) -> Tensor:
     """(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 (SPPO, Wu et al., 2024)."""
     return (ratios.chosen - 0.5 / beta) ** 2 + (ratios.rejected + 0.5 / beta) ** 2
 
 
-DPO_LOSSES: dict[str, Callable[[LogRatios, float, float], Tensor]] = {
+def bco_pair(ratios: LogRatios, beta: float) -> Tensor:
+    """-log sigma(beta c) - log sigma(-beta r): a classifier of single answers, with no shift of the rewards (BCO, Jung
+    et al., 2024)."""
+    return -logsigmoid(beta * ratios.chosen) - logsigmoid(-beta * ratios.rejected)
+
+
+def exo_pair(ratios: LogRatios, beta: float, label_smoothing: float) -> Tensor:
+    """q (log q - log(1 - e)) + (1 - q) (log(1 - q) - log e), q = sigma(beta d): the KL of the policy's preference from
+    the smoothed label, e > 0 (EXO, Ji et al., 2024, equation 16)."""
+    logits, e = beta * ratios.difference, label_smoothing
+    of_chosen, of_rejected = logsigmoid(logits) - math.log1p(-e), logsigmoid(-logits) - math.log(e)
+    return logits.sigmoid() * of_chosen + (-logits).sigmoid() * of_rejected
+
+
+def simpo(ratios: LogRatios, beta: float, simpo_gamma: float) -> Tensor:
+    """-log sigma(beta (c / n_c - r / n_r) - gamma), of log-probs in place of log-ratios (SimPO, Meng et al., 2024)."""
+    return -logsigmoid(beta * ratios.mean_difference - simpo_gamma)
+
+
+DPO_LOSSES: dict[str, Callable[..., Tensor]] = {
     function.__name__: function
-    for function in (sigmoid, hinge, ipo, robust, sigmoid_norm, apo_zero, apo_down, nca_pair, sppo_hard)
+    for function in (
+        *(sigmoid, hinge, ipo, robust, sigmoid_norm, apo_zero, apo_down, nca_pair, sppo_hard),
+        *(bco_pair, exo_pair, simpo),
+    )
 }
-"""By the names that `dpo.loss_type` takes."""
+"""By the names that `dpo.loss_type` takes. Each gets the log-ratios, `beta`, and the options of `dpo.*` that are
+parameters of it."""
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, center_coefficient: float | None) -> Tensor:

@@ -236,9 +236,13 @@ class SFTConfig(Section):
     """Optimizer of supervised training. What it does not have is as in `trainer.policy.optimizer`."""
 
 
-DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "sppo_hard")
+SIMPO, EXO = "simpo", "exo_pair"
+DPO_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "sppo_hard"),
+    *("bco_pair", EXO, SIMPO),
+)
 """The losses of `trainer.algorithms.preferences`."""
-SMOOTHED = ("sigmoid", "robust")
+SMOOTHED = ("sigmoid", "robust", EXO)
 """Those that read `dpo.label_smoothing`."""
 
 
@@ -249,8 +253,10 @@ class DPOConfig(Section):
     loss_type: str = setting("sigmoid", choices=DPO_LOSSES, resume="update")
     """Loss of a pair (docs/preferences.md has the formulas): `sigmoid` is DPO."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.499, resume="update")
-    """Share of pairs whose answers are assumed to be the wrong way round, for `sigmoid` (conservative DPO) and
-    `robust`."""
+    """Share of pairs whose answers are assumed to be the wrong way round, for `sigmoid` (conservative DPO), `robust`
+    and `exo_pair`."""
+    simpo_gamma: float | None = setting(None, at_least=0, resume="update")
+    """`simpo`: by how much the reward of the chosen answer should be higher. null: 0.5."""
     sft_coef: float = setting(0.0, at_least=0, resume="update")
     """Weight of the cross-entropy of the chosen answers, a mean over their tokens in the mini-batch. 0: none."""
     max_length: int = setting(1024, at_least=2, resume="rollouts")

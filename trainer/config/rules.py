@@ -24,7 +24,7 @@ from trainer.config.algorithm import (
     correction_of,
     saved_correction,
 )
-from trainer.config.data import GENERATORS, SMOOTHED, DataConfig, NamedData, SourceConfig, ValSetConfig
+from trainer.config.data import EXO, GENERATORS, SIMPO, SMOOTHED, DataConfig, NamedData, SourceConfig, ValSetConfig
 from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
@@ -504,10 +504,13 @@ def check_sft(config: Config) -> Rules:
 
 @_rules_of("dpo")
 def check_dpo(config: Config) -> Rules:
-    """An option that the loss does not read."""
-    problem = f"dpo.loss_type={config.dpo.loss_type} does not read it; set it to 0, or choose {' or '.join(SMOOTHED)}"
-    is_unread = config.dpo.label_smoothing > 0 and config.dpo.loss_type not in SMOOTHED
-    yield is_unread, "dpo.label_smoothing", problem
+    """An option that the loss does not read, or that it needs."""
+    dpo = config.dpo
+    problem = f"dpo.loss_type={dpo.loss_type} does not read it; set it to 0, or choose {' or '.join(SMOOTHED)}"
+    yield dpo.label_smoothing > 0 and dpo.loss_type not in SMOOTHED, "dpo.label_smoothing", problem
+    yield dpo.label_smoothing == 0 and dpo.loss_type == EXO, "dpo.label_smoothing", f"{EXO} needs it; try 0.001"
+    problem = f"dpo.loss_type={dpo.loss_type} does not read it; drop the key, or choose {SIMPO}"
+    yield dpo.simpo_gamma is not None and dpo.loss_type != SIMPO, "dpo.simpo_gamma", problem
 
 
 @_rules_of("logger")

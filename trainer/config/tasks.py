@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.algorithm import TEACHER_KEY, TEACHER_LOGPROBS
+from trainer.config.data import SIMPO
 from trainer.config.fields import value_of
 from trainer.config.model import FSDPConfig, LoraConfig, OptimizerConfig
 from trainer.errors import UserError, did_you_mean
@@ -236,8 +237,9 @@ def supervised_roles(config: Config) -> tuple[RoleSpec, ...]:
 
 
 def preference_roles(config: Config) -> tuple[RoleSpec, ...]:
-    """Return the policy, and its initial weights as the reference."""
-    return policy_role(config), reference_role(config, moves=False)
+    """Return the policy, and its initial weights as the reference, if the loss has one."""
+    policy = policy_role(config)
+    return (policy,) if config.dpo.loss_type == SIMPO else (policy, reference_role(config, moves=False))
 
 
 def reward_model_roles(config: Config) -> tuple[RoleSpec, ...]:
@@ -392,7 +394,7 @@ _REWARDS_OF_PAIRS = {
     "rewards/rejected": Metric("Mean reward of the rejected answers.", "reward", "", _REWARDS),
     "rewards/accuracies": Metric(
         "Pairs whose chosen answer has the higher reward. A reward is the score of a reward model, or `dpo.beta` times "
-        "the log-ratio of policy and reference.",
+        "the log-ratio of policy and reference, with `simpo` times the mean log-prob of the tokens.",
         "share",
         "max",
         _PAIRS,

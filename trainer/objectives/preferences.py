@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.algorithms.aggregation import masked
 from trainer.algorithms.preferences import DPO_LOSSES, LogRatios, bradley_terry
 from trainer.episodes import MARGIN, Episode
+from trainer.import_utils import parameter_names
 from trainer.objectives.base import GROUP, Experience, LossResult, Objective, Outputs
 from trainer.parallel.batching import Batch, MicroBatch
 
@@ -76,7 +77,8 @@ def describe_pairs(chosen: Tensor, rejected: Tensor, pairs: int) -> dict[str, Te
 
 
 class DPO(Preference):
-    """Direct preference optimisation and its variants (`dpo.*`). A reward is beta (log pi - log ref)."""
+    """Direct preference optimisation and its variants (`dpo.*`). A reward is beta (log pi - log ref); without a
+    reference it is beta times the mean of log pi over the tokens."""
 
     def loss(
         self, role: str, outputs: Outputs, mb: MicroBatch, totals: PairTotals, numbers: Mapping[str, float]
@@ -84,15 +86,17 @@ class DPO(Preference):
         dpo, pairs, mask, logprobs = self.cfg.dpo, Pairs(mb), mb["mask"], outputs.logprobs
         assert logprobs is not None
         tokens = (mask > 0).sum(dim=1).to(logprobs.dtype)
+        has_reference = "reference" in self.roles
+        gains = logprobs - mb["ref_logprobs"] if has_reference else logprobs
         ratios = LogRatios(
-            *pairs.split(masked(logprobs - mb["ref_logprobs"], mask).sum(dim=1)),
+            *pairs.split(masked(gains, mask).sum(dim=1)),
             *(count.clamp(min=1) for count in pairs.split(tokens)),
         )
-        losses = DPO_LOSSES[dpo.loss_type](ratios, dpo.beta, dpo.label_smoothing)
-        loss = losses.sum() / totals.pairs
+        loss = self._losses(ratios).sum() / totals.pairs
         of_answers = masked(logprobs, mask).sum(dim=1)
         chosen, rejected = pairs.split(of_answers)
-        metrics = describe_pairs(dpo.beta * ratios.chosen, dpo.beta * ratios.rejected, totals.pairs)
+        rewards = ratios if has_reference else ratios.means
+        metrics = describe_pairs(dpo.beta * rewards.chosen, dpo.beta * rewards.rejected, totals.pairs)
         metrics["logps/chosen"] = chosen.detach().sum() / totals.pairs
         metrics["logps/rejected"] = rejected.detach().sum() / totals.pairs
         if dpo.sft_coef > 0:
@@ -100,6 +104,15 @@ class DPO(Preference):
             loss = loss + dpo.sft_coef * sft
             metrics["dpo/sft_loss"] = sft.detach()
         return loss, metrics
+
+    def _losses(self, ratios: LogRatios) -> Tensor:
+        dpo = self.cfg.dpo
+        function = DPO_LOSSES[dpo.loss_type]
+        gamma = 0.5 if dpo.simpo_gamma is None else dpo.simpo_gamma
+        options = {"label_smoothing": dpo.label_smoothing, "simpo_gamma": gamma}
+        return function(
+            ratios, dpo.beta, **{name: options[name] for name in options.keys() & parameter_names(function)}
+        )
 
 
 class RewardModel(Preference):

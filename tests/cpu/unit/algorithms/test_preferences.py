@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.algorithms.preferences import DPO_LOSSES, LogRatios, bradley_terry
 from trainer.config.data import DPO_LOSSES as NAMES
 from trainer.config.data import SMOOTHED
+from trainer.import_utils import parameter_names
 
 # Log-probs of policy and reference by answer token: of the chosen answers, and of the rejected ones.
 CHOSEN = [([-1.0, -0.5, -0.2], [-1.2, -0.7, -0.4]), ([-0.3, -0.6], [-0.4, -0.4])]
@@ -28,7 +29,16 @@ EXPECTED = {
     "apo_down": (0.0, (0.990006015, 0.000014035), (0.950735945, 0.001674838)),
     "nca_pair": (0.0, (1.370497426, None), (1.316335286, None)),
     "sppo_hard": (0.0, (43.855, None), (1.055, None)),
+    "bco_pair": (0.0, (1.354238059, None), (1.234855680, None)),
+    "exo_pair": (0.1, (0.475744579, -0.026287040), (0.349358260, -0.103854575)),
 }
+# Without a reference, of TRL's `cpo_loss`: beta, gamma, value.
+SIMPO = [(0.1, 0.5, 0.955272569), (2.0, 0.5, 0.648741572), (2.0, 1.0, 0.916044881)]
+
+
+def losses(name: str, ratios: LogRatios, beta: float, **options: float) -> Tensor:
+    function = DPO_LOSSES[name]
+    return function(ratios, beta, **{key: options[key] for key in options.keys() & parameter_names(function)})
 
 
 def log_ratios(chosen: list[Tensor], rejected: list[Tensor], references=(CHOSEN, REJECTED)) -> LogRatios:
@@ -45,21 +55,27 @@ def tensors(pairs, requires_grad: bool = True) -> list[Tensor]:
 
 
 def test_losses_and_gradients_are_those_of_trl():
-    assert set(DPO_LOSSES) == set(NAMES) == {name.partition(",")[0] for name in EXPECTED}
+    assert set(DPO_LOSSES) == set(NAMES) == {name.partition(",")[0] for name in EXPECTED} | {"simpo"}
     for name, (smoothing, *by_beta) in EXPECTED.items():
         for beta, (value, gradient) in zip((0.1, 0.5), by_beta, strict=True):
             chosen, rejected = tensors(CHOSEN), tensors(REJECTED)
-            loss = DPO_LOSSES[name.partition(",")[0]](log_ratios(chosen, rejected), beta, smoothing).mean()
+            ratios = log_ratios(chosen, rejected)
+            loss = losses(name.partition(",")[0], ratios, beta, label_smoothing=smoothing).mean()
             assert loss.item() == pytest.approx(value, abs=1e-8), (name, beta)
             loss.backward()
             if gradient is not None:
                 assert chosen[0].grad[0].item() == pytest.approx(gradient, abs=1e-8), (name, beta)
-    for name, function in DPO_LOSSES.items():  # an option that changes nothing is refused by the config
+    zeros = [[([], [0.0] * len(policy)) for policy, _ in pairs] for pairs in (CHOSEN, REJECTED)]
+    for beta, gamma, value in SIMPO:
+        ratios = log_ratios(tensors(CHOSEN), tensors(REJECTED), zeros)
+        assert losses("simpo", ratios, beta, simpo_gamma=gamma).mean().item() == pytest.approx(value, abs=1e-8)
+    for name in DPO_LOSSES:  # an option that changes nothing is refused by the config
         ratios = log_ratios(tensors(CHOSEN), tensors(REJECTED))
-        assert torch.equal(function(ratios, 0.1, 0.0), function(ratios, 0.1, 0.2)) == (name not in SMOOTHED), name
+        few, more = (losses(name, ratios, 0.1, label_smoothing=e, simpo_gamma=0.5) for e in (0.01, 0.2))
+        assert torch.equal(few, more) == (name not in SMOOTHED), name
 
 
-def plain(name: str, c: float, r: float, n_c: int, n_r: int, beta: float, e: float) -> float:
+def plain(name: str, c: float, r: float, n_c: int, n_r: int, beta: float, e: float, gamma: float) -> float:
     """The loss of one pair in plain Python."""
 
     def log_sigmoid(x: float) -> float:
@@ -79,6 +95,11 @@ def plain(name: str, c: float, r: float, n_c: int, n_r: int, beta: float, e: flo
         "apo_down": sigma(beta * c) + 1 - sigma(beta * d),
         "nca_pair": -log_sigmoid(beta * c) - 0.5 * (log_sigmoid(-beta * c) + log_sigmoid(-beta * r)),
         "sppo_hard": (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2,
+        "bco_pair": -log_sigmoid(beta * c) - log_sigmoid(-beta * r),
+        "exo_pair": sum(
+            sigma(x) * (log_sigmoid(x) - math.log(label)) for x, label in ((beta * d, 1 - e), (-beta * d, e))
+        ),
+        "simpo": -log_sigmoid(beta * mean - gamma),
     }[name]
 
 
@@ -87,11 +108,12 @@ def test_losses_of_random_ragged_pairs_are_those_of_plain_python():
     for _ in range(20):
         sizes = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(1, 5))]
         values = [(rng.gauss(0, 3), rng.gauss(0, 3), *size) for size in sizes]
-        beta, smoothing = rng.choice((0.05, 0.1, 2.0)), rng.choice((0.0, 0.1, 0.4))
+        beta, smoothing, gamma = rng.choice((0.05, 0.1, 2.0)), rng.choice((0.01, 0.1, 0.4)), rng.choice((0.0, 1.0))
         ratios = LogRatios(*(torch.tensor(column, dtype=torch.float64) for column in zip(*values, strict=True)))
-        for name, function in DPO_LOSSES.items():
-            expected = [plain(name, *pair, beta, smoothing) for pair in values]
-            assert function(ratios, beta, smoothing).tolist() == pytest.approx(expected, abs=1e-9), name
+        for name in DPO_LOSSES:
+            expected = [plain(name, *pair, beta, smoothing, gamma) for pair in values]
+            found = losses(name, ratios, beta, label_smoothing=smoothing, simpo_gamma=gamma)
+            assert found.tolist() == pytest.approx(expected, abs=1e-9), name
 
 
 def test_the_loss_of_a_reward_model_is_that_of_trl():

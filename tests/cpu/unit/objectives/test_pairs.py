@@ -29,9 +29,11 @@ LENGTHS = [(9, 5, 12), (3, 14, 4), (6, 11, 8), (2, 4, 15), (7, 9, 8)]
 """Tokens of the prompt of each pair, and of the prompt with the chosen and with the rejected answer after it."""
 BETA, COEFFICIENT, CENTER = 0.3, 0.2, 0.05
 DPO = {"trainer.task": "dpo", "dpo.beta": BETA}
+UNSET = {"dpo.label_smoothing": 0.0, "dpo.sft_coef": 0.0, "dpo.loss_type": "sigmoid", "dpo.simpo_gamma": None}
 CASES = [
     {**DPO, "dpo.label_smoothing": 0.1, "dpo.sft_coef": COEFFICIENT},
     {**DPO, "dpo.loss_type": "ipo"},
+    {**DPO, "dpo.loss_type": "simpo", "dpo.simpo_gamma": 0.7},
     {"trainer.task": "rm", "rm.center_rewards_coefficient": CENTER},
 ]
 
@@ -84,9 +86,14 @@ def expected_loss(cfg: Config, batch: Batch, values: list[Tensor]) -> tuple[Tens
             rewards.append((c, r))
             continue
         refs = [torch.from_numpy(batch["ref_logprobs"][i, : len(values[i])]).double() for i in (row, row + 1)]
+        if cfg.dpo.loss_type == "simpo":
+            refs = [torch.zeros_like(ref) for ref in refs]
         c, r = ((values[row + i] - refs[i])[mask].sum() for i, mask in enumerate(masks))
         if cfg.dpo.loss_type == "ipo":
             losses.append((c / masks[0].sum() - r / masks[1].sum() - 1 / (2 * BETA)) ** 2)
+        elif cfg.dpo.loss_type == "simpo":
+            c, r = c / masks[0].sum(), r / masks[1].sum()
+            losses.append(-F.logsigmoid(BETA * (c - r) - 0.7))
         else:
             losses.append(-0.9 * F.logsigmoid(BETA * (c - r)) - 0.1 * F.logsigmoid(-BETA * (c - r)))
         chosen_nll.append(-values[row][masks[0]])
@@ -103,7 +110,7 @@ def expected_loss(cfg: Config, batch: Batch, values: list[Tensor]) -> tuple[Tens
     return loss, {name: float(value) for name, value in found.items()}
 
 
-@pytest.mark.parametrize("keys", CASES, ids=["dpo", "ipo", "rm"])
+@pytest.mark.parametrize("keys", CASES, ids=["dpo", "ipo", "simpo", "rm"])
 def test_micro_batches_in_any_order_add_up_to_the_loss_and_gradient_of_plain_loops(keys):
     """Ragged pairs in float64. A row that stands for none, with masks of 0, gives finite numbers."""
     cfg = config(keys)
@@ -165,7 +172,16 @@ def steps(rank: Rank, path: str) -> list[dict[str, float]]:
     """A step of each of the cases, with shared prompts, and the first one without."""
     found = []
     for keys in [*CASES, CASES[0]]:
-        set_keys(rank.cfg, {"dpo.label_smoothing": 0.0, "dpo.sft_coef": 0.0, "dpo.loss_type": "sigmoid", **keys})
+        set_keys(
+            rank.cfg,
+            {
+                "dpo.label_smoothing": 0.0,
+                "dpo.sft_coef": 0.0,
+                "dpo.loss_type": "sigmoid",
+                "dpo.simpo_gamma": None,
+                **keys,
+            },
+        )
         rank.build(rank.cfg.roles, path)
         rank.roles["policy"].shares_prompts &= len(found) < len(CASES)
         found.append(rank.update("policy", experience(rank.cfg), 1).metrics)

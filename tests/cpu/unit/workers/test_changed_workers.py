@@ -79,6 +79,7 @@ CHANGES: dict[str, list[tuple[str, Any, Settings]]] = {
         ("dpo.loss_type", "ipo", {}),
         ("dpo.label_smoothing", 0.3, {}),
         ("dpo.sft_coef", 1.0, {}),
+        ("dpo.simpo_gamma", 2.0, {"dpo.loss_type": "simpo"}),
     ],
     "reward model": [("rm.center_rewards_coefficient", 1.0, {})],
 }
