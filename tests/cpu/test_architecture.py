@@ -132,7 +132,7 @@ MOST_LINES = {
     "inference": (1150, 900),
     "rewards": (1100, 900),
     "sandbox": (1410, 1200),
-    "objectives algorithms learner workers parallel": (6650, 5400),
+    "objectives algorithms learner workers parallel": (6700, 5400),
     "models": (4900, 3400),
     "checkpoint": (3950, 3200),
     "cluster": (2650, 2200),

@@ -237,10 +237,8 @@ class SFTConfig(Section):
 
 
 SIMPO, EXO = "simpo", "exo_pair"
-DPO_LOSSES = (
-    *("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "sppo_hard"),
-    *("bco_pair", EXO, SIMPO),
-)
+_WITHOUT_OPTIONS = ("hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "sppo_hard", "bco_pair")
+DPO_LOSSES = ("sigmoid", "robust", EXO, SIMPO, *_WITHOUT_OPTIONS)
 """The losses of `trainer.algorithms.preferences`."""
 SMOOTHED = ("sigmoid", "robust", EXO)
 """Those that read `dpo.label_smoothing`."""
@@ -253,8 +251,7 @@ class DPOConfig(Section):
     loss_type: str = setting("sigmoid", choices=DPO_LOSSES, resume="update")
     """Loss of a pair (docs/preferences.md has the formulas): `sigmoid` is DPO."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.499, resume="update")
-    """Share of pairs whose answers are assumed to be the wrong way round, for `sigmoid` (conservative DPO), `robust`
-    and `exo_pair`."""
+    """Share of pairs with exchanged answers, for `sigmoid` (conservative DPO), `robust` and `exo_pair`."""
     simpo_gamma: float | None = setting(None, at_least=0, resume="update")
     """`simpo`: by how much the reward of the chosen answer should be higher. null: 0.5."""
     sft_coef: float = setting(0.0, at_least=0, resume="update")
