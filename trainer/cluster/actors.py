@@ -53,16 +53,11 @@ class _Host:
         return answer_call(getattr(self._building.result(), method), "background", args, kwargs, method)
 
     @ray.method(concurrency_group="heartbeat")
-    def heartbeat(self, _: str) -> tuple[int, str, bool]:
-        """Return the id of this process, the address of its node, and whether its object is built."""
-        return os.getpid(), ray.util.get_node_ip_address(), self._building.done()
-
-    @ray.method(concurrency_group="heartbeat")
-    def placements(self, _: str) -> dict[str, Any]:
-        """Return the address and the id of the node, and the GPU ids of this actor."""
-        context = ray.get_runtime_context()
-        gpus = [str(i) for i in ray.get_gpu_ids()]
-        return {"host": ray.util.get_node_ip_address(), "node": context.get_node_id(), "gpus": gpus}
+    def heartbeat(self, _: str) -> dict[str, Any]:
+        """See `trainer.cluster.worker_groups.Backend.begin`."""
+        node, gpus = ray.get_runtime_context().get_node_id(), [str(i) for i in ray.get_gpu_ids()]
+        own = {"pid": os.getpid(), "is_built": self._building.done()}
+        return own | {"host": ray.util.get_node_ip_address(), "node": node, "gpus": gpus}
 
 
 class _Actors:

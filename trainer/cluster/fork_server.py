@@ -76,7 +76,7 @@ class ForkServer:
         Args:
             title: what `ps -o comm` shows.
             env: environment variables to add to the environment of this process.
-            placement: the answer to the call `placements`.
+            placement: address and id of the node, and GPU ids, as heartbeats tell them.
         """
         connection, remote = _pair()
         with remote, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
@@ -231,7 +231,7 @@ class _Host:
                 if method == BUILD:
                     result = self._build(*args)
                 elif channel == "heartbeat":
-                    result = getattr(self, method)()
+                    result = {"pid": os.getpid(), "is_built": self._object.done(), **self._placement}
                 else:
                     result = answer_call(getattr(self._object.result(), method), row, args, kwargs, method)
                 answer, has_failed = pickle.dumps(result), False
@@ -248,14 +248,6 @@ class _Host:
             self._object.set_result(factory(*args))
         except BaseException as error:
             self._object.set_exception(error)
-
-    def heartbeat(self) -> tuple[int, str, bool]:
-        """Return the id of this process, the address of its node, and whether its object is built."""
-        return os.getpid(), HOST, self._object.done()
-
-    def placements(self) -> Mapping[str, Any]:
-        """Return the address of the node, its name and the GPU ids of this process."""
-        return self._placement
 
 
 def pack_error(error: BaseException) -> bytes:

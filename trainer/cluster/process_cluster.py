@@ -26,9 +26,6 @@ from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
-_HOST_CHANNELS = ("heartbeat", "placements")
-"""Channels that the host itself serves, with a method of the same name."""
-
 
 class LocalCluster:
     """What clusters have in common that use this machine alone. `__enter__` sets `_directory`."""
@@ -246,8 +243,6 @@ class Processes:
     """Implements `trainer.cluster.worker_groups.Backend`. A ticket is a future."""
 
     def begin(self, process: _Process, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        if channel in _HOST_CHANNELS:
-            return process.begin("heartbeat", channel, (), {})
         return process.begin(channel, method, args, kwargs)
 
     def wait(self, tickets: list[Future], timeout_s: float) -> list[Future]:

@@ -105,9 +105,8 @@ class _Thread:
         """Begin a call."""
         call: Future = Future()
         if channel == "heartbeat":
-            is_placements = method == "placements"
-            answer: Any = {"host": HOST, "node": "this", "gpus": []} if is_placements else self._heartbeat()
-            call.set_result((False, pickle.dumps(answer)))
+            own = {"pid": os.getpid(), "is_built": self._object.done()}
+            call.set_result((False, pickle.dumps(own | {"host": HOST, "node": "this", "gpus": []})))
         else:
             self._calls[channel].put((call, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)))
         return call
@@ -116,9 +115,6 @@ class _Thread:
         """End the threads after the calls that have begun."""
         for calls in self._calls.values():
             calls.put(None)
-
-    def _heartbeat(self) -> tuple[int, str, bool]:
-        return os.getpid(), HOST, self._object.done()
 
     def _serve(self, channel: str, factory: Callable[..., Any] | None, args: tuple) -> None:
         torch.set_num_threads(1)  # a thread has a setting of its own

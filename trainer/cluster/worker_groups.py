@@ -137,9 +137,9 @@ class Backend(Protocol):
         """Begin a call and return its ticket. Calls on different channels run at the same time.
 
         Args:
-            channel: `call` and `background` run `method` of the hosted object. Two channels also answer during a call
-                and while the object is built. `heartbeat` returns the pid, the address of the node, and whether the
-                object is built. `placements` returns host, node and GPU ids.
+            channel: `call` and `background` run `method` of the hosted object. `heartbeat` also answers during a call
+                and while the object is built. It returns `pid`, `host` (the address of the node), `node` (its id),
+                `gpus` (their ids) and `is_built`.
         """
         ...
 
@@ -211,12 +211,12 @@ class _Worker:
 
     def _receive_heartbeat(self) -> None:
         try:
-            *process_id, is_built = self._backend.get(self._heartbeat, self.name)
+            answer = self._backend.get(self._heartbeat, self.name)
         except Exception:
             pass  # it died: the running call raises the reason
         else:
-            self.process_id = process_id[0], process_id[1]
-            self.is_starting &= not is_built  # this answer may be older than the end of the construction
+            self.process_id = answer["pid"], answer["host"]
+            self.is_starting &= not answer["is_built"]  # this answer may be older than the end of the construction
             if self._warned:
                 LOG.warning("%s answers again", self)
         self._heartbeat, self._warned = None, False
@@ -276,8 +276,8 @@ class WorkerGroup:
         return self._start("background", method, dict.fromkeys(range(len(self)) if workers is None else workers, args))
 
     def placements(self) -> list[dict[str, Any]]:
-        """Return host, node id and GPU ids of each worker."""
-        return self._start("placements", "", dict.fromkeys(range(len(self)), ())).result()
+        """Return host, node id and GPU ids of each worker, among what heartbeats tell."""
+        return self._start("heartbeat", "", dict.fromkeys(range(len(self)), ())).result()
 
     def end(self, worker: int) -> None:
         """Kill the process of one worker. `replace` starts another one."""
@@ -404,7 +404,7 @@ class CallFutures:
                 set_failure_source(error, call.worker.source)
                 outcomes.append((call.index, None, error))
             else:
-                call.worker.is_starting &= self._channel == "placements"
+                call.worker.is_starting &= self._channel == "heartbeat"
                 outcomes.append((call.index, value, None))
         return outcomes
 

@@ -460,7 +460,7 @@ class Engines:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
         while True:
             self.load()
-            calls = CallFutures(self.group, "placements")
+            calls = CallFutures(self.group, "heartbeat")
             for engine in self.lifecycle.loaded:
                 calls.begin(engine, "")
             placements = self._results(calls)

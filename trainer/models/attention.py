@@ -12,7 +12,6 @@ one operator that `torch.compile` does not trace: a graph of its content would h
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,18 +30,6 @@ from trainer.errors import UserError
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Bucket, Packing, index_select
 from trainer.parallel.shard import transformer_blocks
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen_attn).parameters)
-except ImportError:  # before torch 2.10
-    _VARLEN_PARAMETERS = frozenset()
-
-_VARLEN = {"scale", "window_size"} <= _VARLEN_PARAMETERS
-_NEEDS_GQA_FLAG = "enable_gqa" in _VARLEN_PARAMETERS
-"""Whether the kernel rejects fewer key heads than query heads without the flag, as torch 2.12 and later do. Earlier
-versions pass both numbers of heads to the same kernel without a check."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -253,7 +241,7 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sco
 def uses_varlen(device: str, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
     """Return whether torch's variable-length kernel computes the attention of heads of `width` dimensions."""
     half = dtype in (torch.bfloat16, torch.float16)
-    return _VARLEN and device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
+    return device == "cuda" and half and softcap is None and width in _VARLEN_WIDTHS
 
 
 def attend_varlen(
@@ -267,7 +255,6 @@ def attend_varlen(
         cu_seqlens_k = packing.cu_seqlens_k
     longest = packing.longest
     window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _NEEDS_GQA_FLAG else {}
     out = varlen_attn(  # the last query of a sequence is at the position of its last key
         rows.contiguous(),
         keys.contiguous(),
@@ -278,7 +265,7 @@ def attend_varlen(
         longest,
         scale=scaling,
         window_size=window_size,
-        **grouped,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[None]
 

@@ -73,7 +73,8 @@ def test_heartbeats_are_answered_during_a_call(cluster):
     waiting = group.start("wait_for_open")
     backend, process = group.backend, group.workers[0].process
     ticket = backend.begin(process, "heartbeat", "", (), {})
-    assert backend.get(ticket, "rank 0") == (pid, "127.0.0.1", True)
+    node = {"host": "127.0.0.1", "node": "this", "gpus": []}
+    assert backend.get(ticket, "rank 0") == {"pid": pid, "is_built": True, **node}
     group.start_background("open").result()
     assert waiting.result() == [True]
 
