@@ -40,7 +40,7 @@ class ThreadCluster(LocalCluster):
             raise UserError("trainer.ray_address=this_process: runs on the CPU; set trainer.device=cpu")
         self.cfg = cfg
         self.device = device
-        self._turn = threading.Lock()
+        self._exclusive = threading.Lock()
 
     def __enter__(self) -> ThreadCluster:
         self._environment = dict(os.environ)
@@ -78,7 +78,7 @@ class ThreadCluster(LocalCluster):
         forever = Timeouts(float("inf"), float("inf"))
 
         def launch(worker: int) -> _Thread:
-            return _Thread(f"{name} {worker}", factory, args[worker], self._turn)
+            return _Thread(f"{name} {worker}", factory, args[worker], self._exclusive)
 
         return WorkerGroup(name, len(args), launch, Processes(), forever)
 
@@ -89,11 +89,12 @@ class _Thread:
     The result of a call is a future of `(has_failed, payload)`, as that of a process.
 
     Args:
-        turn: held while an object is built or called. Libraries that build models replace functions of torch meanwhile.
+        exclusive: held while an object is built or called. Libraries that build models replace functions of torch
+            meanwhile.
     """
 
-    def __init__(self, name: str, factory: Callable[..., Any], args: tuple, turn: threading.Lock):
-        self._turn = turn
+    def __init__(self, name: str, factory: Callable[..., Any], args: tuple, exclusive: threading.Lock):
+        self._exclusive = exclusive
         self._object: Future[Any] = Future()
         self._calls: dict[str, queue.SimpleQueue] = {}
         for channel in ("call", "background"):
@@ -120,7 +121,7 @@ class _Thread:
         torch.set_num_threads(1)  # a thread has a setting of its own
         if factory is not None:
             try:
-                with self._turn:
+                with self._exclusive:
                     self._object.set_result(factory(*args))
             except BaseException as error:
                 self._object.set_exception(error)
@@ -130,7 +131,7 @@ class _Thread:
                 method, arguments, kwargs = pickle.loads(payload)
                 kwargs.pop(WANTED, None)  # the spans of this process are those of the driver
                 function = getattr(self._object.result(), method)
-                with self._turn if channel == "call" else contextlib.nullcontext():
+                with self._exclusive if channel == "call" else contextlib.nullcontext():
                     result = function(*arguments, **kwargs)
                 call.set_result((False, pickle.dumps(result)))
             except BaseException as error:

@@ -187,7 +187,7 @@ class _Worker:
         return f"{self.name} (process {self.process_id[0]} on {self.process_id[1]})" if self.process_id else self.name
 
     @property
-    def source(self) -> FailureSource:
+    def failure_source(self) -> FailureSource:
         return FailureSource(self.name, self.process_id[1] if self.process_id else "")
 
     def heartbeat_age_s(self) -> float:
@@ -401,7 +401,7 @@ class CallFutures:
                     answer = self._group.backend.get(ticket, call.worker.name)
                     value = TRACER.receive(call.worker.name, answer)
             except Exception as error:
-                set_failure_source(error, call.worker.source)
+                set_failure_source(error, call.worker.failure_source)
                 outcomes.append((call.index, None, error))
             else:
                 call.worker.is_starting &= self._channel == "heartbeat"
@@ -441,7 +441,7 @@ class CallFutures:
 
 def _worker_error(worker: _Worker, message: str, hint: str, cause: str) -> WorkerError:
     error = WorkerError(message, hint, cause)
-    set_failure_source(error, worker.source)
+    set_failure_source(error, worker.failure_source)
     return error
 
 

@@ -322,7 +322,7 @@ class SavedFiles(Protocol):
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SavedWeights:
     """The weights of an export, by their names in the module; adapters by those in peft's files."""
 
     weights: dict[str, Tensor]
@@ -368,17 +368,17 @@ def export(
         if dtype not in DTYPES:
             raise UserError(f"--dtype=auto: the config of the model has {dtype!r}; name one of {', '.join(DTYPES)}")
     if adapter:
-        source, assets = _saved(files, peft_name), _assets(files, WEIGHTS_ONLY)
+        policy, assets = _saved(files, peft_name), _assets(files, WEIGHTS_ONLY)
     else:
-        source = _merged(files, lora, base or lora["base_model_name_or_path"]) if lora else _plain(files, config)
+        policy = _merged(files, lora, base or lora["base_model_name_or_path"]) if lora else _plain(files, config)
         assets = _assets(files, (ADAPTER_CONFIG,))
         assets[CONFIG] = with_dtype(assets[CONFIG], dtype)
     try:
         with atomic_directory(out) as writing:
             write_files(writing, assets)
             if adapter:
-                return _write(writing, source, nn.Module(), torch.float32, sys.maxsize, "adapter_model")
-            return _write(writing, source, empty_model(config), getattr(torch, dtype), max_file_bytes, "model")
+                return _write(writing, policy, nn.Module(), torch.float32, sys.maxsize, "adapter_model")
+            return _write(writing, policy, empty_model(config), getattr(torch, dtype), max_file_bytes, "model")
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
@@ -391,10 +391,10 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     """
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
-    source = _saved(files, peft_name) if has_adapters else _plain(files, config)
-    if not source.weights:
+    policy = _saved(files, peft_name) if has_adapters else _plain(files, config)
+    if not policy.weights:
         raise UserError(f"{files.path}: contains no policy")
-    return source.read(list(source.weights))
+    return policy.read(list(policy.weights))
 
 
 def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
@@ -413,7 +413,7 @@ def _assets(files: SavedFiles, excluded: Collection[str]) -> dict[str, bytes]:
 
 
 def _write(
-    directory: str, source: _Source, model: nn.Module, dtype: torch.dtype, max_file_bytes: int, stem: str
+    directory: str, policy: _SavedWeights, model: nn.Module, dtype: torch.dtype, max_file_bytes: int, stem: str
 ) -> list[str]:
     """Write the weight files. Return their names.
 
@@ -421,24 +421,24 @@ def _write(
         model: an empty one, whose files have these weights.
         dtype: of the floating-point tensors.
     """
-    units = file_units(model, source.weights)
-    layout = plan_layout(file_tensors(units, source.weights, dtype), max_file_bytes, stem)
+    units = file_units(model, policy.weights)
+    layout = plan_layout(file_tensors(units, policy.weights, dtype), max_file_bytes, stem)
     layout.create(directory)
-    sizes = {unit: sum(tensor_bytes(source.weights[name]) for name in unit.names) for unit in units}
+    sizes = {unit: sum(tensor_bytes(policy.weights[name]) for name in unit.names) for unit in units}
     with layout.opened(directory) as write:
         for group in in_groups(sizes, max_file_bytes):
-            weights = source.read([name for unit in group for name in unit.names])
+            weights = policy.read([name for unit in group for name in unit.names])
             for unit in group:
                 for name, tensor in unit.to_files({name: weights.pop(name) for name in unit.names}).items():
                     write(name, (0,) * tensor.dim(), tensor)
     return list(layout.headers)
 
 
-def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _Source:
+def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _SavedWeights:
     """Return weights of the policy as they were saved.
 
     Args:
-        named: returns the name of a weight in the source, from that in the module. None: it is left out.
+        named: returns the name of a weight in the result, from that in the module. None: it is left out.
     """
     saved, weights = {}, {}
     for path, entry in files.shapes("policy").items():
@@ -450,21 +450,21 @@ def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _Source:
         tensors = files.tensors("policy", [saved[name] for name in names])
         return {name: tensors[saved[name]] for name in names}
 
-    return _Source(weights, fetch)
+    return _SavedWeights(weights, fetch)
 
 
-def _plain(files: SavedFiles, config: dict[str, Any]) -> _Source:
+def _plain(files: SavedFiles, config: dict[str, Any]) -> _SavedWeights:
     """Return the weights of a policy without adapters."""
     tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
     return _saved(files, lambda name: None if name == tied else score_name(name))
 
 
-def _head(files: SavedFiles) -> _Source:
+def _head(files: SavedFiles) -> _SavedWeights:
     """Return the head of a policy that gives one value. Empty: it is a language model."""
     return _saved(files, lambda name: score_name(name) if name.startswith(VALUE_HEAD) else None)
 
 
-def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
+def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _SavedWeights:
     """Return the weights in the directory `base`, with the adapters merged."""
     if os.path.isdir(base):
         check_model_files(base, "--base")
@@ -502,11 +502,11 @@ def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _Source:
                 found[name] = found[name].float() + scale * (b @ a)
         return found
 
-    return _Source(weights, fetch)
+    return _SavedWeights(weights, fetch)
 
 
 def _base_weights(base: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the file of each weight in the directory `base`, and its shape and dtype (see `_Source`)."""
+    """Return the file of each weight in the directory `base`, and its shape and dtype (see `_SavedWeights`)."""
     try:
         found = weight_shapes(base)
     except ValueError as error:

@@ -172,7 +172,7 @@ def _compare(
 
     def load() -> dict[str, torch.Size]:
         nonlocal own
-        own, unread, verdict.not_compared = _part(model, config, module, path, spec)
+        own, unread, verdict.not_compared = _first_layers(model, config, module, path, spec)
         if own is None:
             return {}
         verdict.problem, outside = _split_unread(own, unread)
@@ -331,7 +331,7 @@ def _quiet() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _part(
+def _first_layers(
     model: ModelConfig, config: PretrainedConfig, module: nn.Module, path: str, spec: RoleSpec
 ) -> tuple[PreTrainedModel | None, list[str], list[str]]:
     """Return the first layers of the model, the names in its files that nothing reads, and what is not compared.

@@ -34,7 +34,7 @@ from trainer.files.atomic_io import digest_bytes, write_file
 
 LOG = logging.getLogger(__name__)
 
-PART = "carried"
+COMPONENT = "carried"
 FILE = "carried.json"
 PATTERNS = (
     "metrics.jsonl",
@@ -76,7 +76,7 @@ class RunFiles:
             stamps = self._stamps()
             return lambda: [staging.write(FILE, json.dumps({"files": self._keep(stamps)}, indent=1).encode())]
 
-        return Component(PART, begin, kinds=())
+        return Component(COMPONENT, begin, kinds=())
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Write the files that the checkpoint carries, unless the run directory has them.
@@ -185,7 +185,7 @@ class RunFiles:
 
 def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Return the pieces of the files that a checkpoint carries, by file."""
-    if PART not in checkpoint.manifest["parts"]:
+    if COMPONENT not in checkpoint.manifest["parts"]:
         return {}
     files = read_object(checkpoint, FILE, {"files": CARRIED})["files"]
     return {path: [Piece(**entry) for entry in entries] for path, entries in files.items()}

@@ -11,8 +11,8 @@ import xxhash
 
 from trainer.checkpoint.components import Component
 from trainer.config import SFTConfig
+from trainer.data.examples import Pair
 from trainer.data.ledger import Ledger, MixLedger, SampleIndex
-from trainer.data.pairs import Pair
 from trainer.episodes import MARGIN, Episode, Sample
 from trainer.seeding import permutation
 from trainer.sources.episode_metrics import mix_progress

@@ -7,7 +7,7 @@ from functools import partial
 from trainer.config import Config
 from trainer.config.fields import value_of
 from trainer.data.datasets import check_files
-from trainer.data.pairs import Pair, load_pairs, read_pair
+from trainer.data.examples import Pair, load_pairs, read_pair
 from trainer.errors import UserError
 from trainer.models.checks import check_trained_models
 from trainer.models.tokenizer import stop_token_ids

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.data.datasets import check_files
-from trainer.data.sft_dataset import load_train, load_val
+from trainer.data.examples import load_train, load_val
 from trainer.episodes import Episode
 from trainer.models.checks import check_trained_models
 from trainer.models.files import load_config

@@ -32,7 +32,7 @@ def buffer_bytes(sizes: Iterable[int]) -> int:
     return sum(_aligned(size) for size in sizes)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return what this rank has of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -41,7 +41,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def storages_of(value: Any) -> dict[int, UntypedStorage]:
     """Return the memory of all tensors in a nested value; of DTensors, that of the local shards. Views share one."""
     if isinstance(value, Tensor):
-        storage = local_part(value).untyped_storage()
+        storage = local_tensor(value).untyped_storage()
         return {storage._cdata: storage}
     if isinstance(value, Mapping):
         value = value.values()

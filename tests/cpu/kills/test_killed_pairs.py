@@ -14,7 +14,7 @@ from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import run_until
 from trainer import load_checkpoint
 from trainer.config import DataConfig
-from trainer.data.pairs import load_pairs
+from trainer.data.examples import load_pairs
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 

@@ -13,7 +13,7 @@ import pytest
 
 from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import check_files, load_prompts, load_rows, read_examples
-from trainer.data.sft_dataset import load_train
+from trainer.data.examples import load_train
 from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer
 

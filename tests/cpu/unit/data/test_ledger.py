@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig
 from trainer.data.datasets import load_prompts
+from trainer.data.examples import load_train
 from trainer.data.ledger import Ledger, SampleIndex, find_curriculum
 from trainer.data.rollout_io import write_rollouts
-from trainer.data.sft_dataset import load_train
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny

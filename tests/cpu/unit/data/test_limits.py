@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import DataConfig, SFTConfig
-from trainer.data import sft_dataset, tokens
+from trainer.data import examples, tokens
 from trainer.data.datasets import load_prompts
 from trainer.data.turns import Stops
 from trainer.errors import UserError
@@ -67,9 +67,9 @@ def test_a_prompt_that_is_far_too_long_is_dropped_without_tokenising_it(tokenize
 @pytest.mark.parametrize("example", [{"prompt": LONG, "answer": "1"}, {"prompt": "2", "answer": LONG}])
 def test_only_the_beginning_of_a_long_example_is_tokenised(tokenizer, example):
     sft, stops = SFTConfig(max_length=200), Stops(tokenizer, [tokenizer.eos_token_id])
-    [cut] = sft_dataset.encode(example, NeverLong(tokenizer), None, sft, stops)
+    [cut] = examples.encode(example, NeverLong(tokenizer), None, sft, stops)
     short = {key: value[:1000] for key, value in example.items()}
-    [whole] = sft_dataset.encode(short, tokenizer, None, sft, stops)
+    [whole] = examples.encode(short, tokenizer, None, sft, stops)
     assert cut.token_ids.tolist() == whole.token_ids.tolist() and len(cut.token_ids) == 200
     assert cut.mask.tolist() == whole.mask.tolist()
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.tables import table
 from trainer.config import DataConfig
-from trainer.data.pairs import load_pairs, read_pair
+from trainer.data.examples import load_pairs, read_pair
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids

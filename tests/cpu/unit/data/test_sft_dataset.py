@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainer.config import DataConfig, SFTConfig
-from trainer.data import sft_dataset
+from trainer.data import examples
 from trainer.data.rollout_io import write_rollouts
 from trainer.data.turns import Stops
 from trainer.episodes import Episode, Sample
@@ -44,15 +44,15 @@ def encode(example, tokenizer, system_prompt, config) -> Sample:
 
 def encode_all(example, tokenizer, system_prompt, config) -> list[Sample]:
     stops = Stops(tokenizer, [tokenizer.eos_token_id])
-    return sft_dataset.encode(example, tokenizer, system_prompt, config, stops)
+    return examples.encode(example, tokenizer, system_prompt, config, stops)
 
 
 def load_train(data, config, tokenizer, vocab_size=None) -> list[Sample]:
-    return sft_dataset.load_train(data, config, tokenizer, [tokenizer.eos_token_id], vocab_size)
+    return examples.load_train(data, config, tokenizer, [tokenizer.eos_token_id], vocab_size)
 
 
 def load_val(data, config, tokenizer) -> list[Sample]:
-    return sft_dataset.load_val(data, config, tokenizer, [tokenizer.eos_token_id])
+    return examples.load_val(data, config, tokenizer, [tokenizer.eos_token_id])
 
 
 def learnt(encoded: Sample, tokenizer) -> list[str]:

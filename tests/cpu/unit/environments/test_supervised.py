@@ -15,7 +15,7 @@ from tests.cpu.unit.environments.test_tools import Calculator
 from tests.support.chat_templates import TEMPLATES
 from trainer.config import SFTConfig, compose
 from trainer.data.datasets import read_examples
-from trainer.data.sft_dataset import encode
+from trainer.data.examples import encode
 from trainer.data.turns import Stops
 from trainer.environments import StepResult, supervised_chat
 from trainer.environments.conversation import Conversation

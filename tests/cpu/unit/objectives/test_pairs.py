@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster, run_ranks
 from trainer.config import Config
-from trainer.data.pairs import Pair
+from trainer.data.examples import Pair
 from trainer.episodes import Sample
 from trainer.learner.learner import Learner
 from trainer.metrics.timing import Timer

@@ -20,7 +20,7 @@ from trainer.parallel.batching import Batch
 from trainer.plan.hardware import DEVICES
 from trainer.plan.ranks import Phase, PlannedRole, host_bytes_of_rank, plan_role, rank_phases
 from trainer.plan.workload import workload_of
-from trainer.workers.host_memory import local_part
+from trainer.workers.host_memory import local_tensor
 from trainer.workers.rank import Rank
 
 ALONE = dict.fromkeys(AXES, 1)
@@ -131,8 +131,8 @@ def updated(rank: Rank, path: str) -> tuple[int, int]:
     rank.build(roles(rank.cfg, ["policy"]), path)
     rank.update("policy", batch(), 1)  # the states of the optimizer are there now
     worker = rank.roles["policy"]
-    states = sum(local_part(parameter).nbytes for parameter in worker.module.parameters())
-    states += sum(tensor.nbytes for tensor in map(local_part, worker.optimizer_tensors()) if tensor.dim())
+    states = sum(local_tensor(parameter).nbytes for parameter in worker.module.parameters())
+    states += sum(tensor.nbytes for tensor in map(local_tensor, worker.optimizer_tensors()) if tensor.dim())
     return states, allocator_peak(lambda: rank.update("policy", batch(), 2))
 
 

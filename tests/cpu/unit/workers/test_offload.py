@@ -26,7 +26,7 @@ from tests.support.training import (
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError
 from trainer.workers import host_memory
-from trainer.workers.host_memory import HostMemory, local_part
+from trainer.workers.host_memory import HostMemory, local_tensor
 from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
 
@@ -231,7 +231,7 @@ def save_what_is_away(rank: Rank, path: str, directory: str) -> list[dict[str, t
         time.sleep(0.01)
     rank._onload(["policy"], optimizer=True)  # a GPU may still be copying when the save begins
     for tensor in rank.roles["policy"].weight_tensors():
-        local_part(tensor.detach()).zero_()
+        local_tensor(tensor.detach()).zero_()
     reached.unlink()
     rank.finish_save()
     return held
@@ -246,7 +246,7 @@ def read_back(rank: Rank, path: str, directory: str, names: Sequence[str]) -> di
         for role in ("policy", "critic") if name.isdigit() else ("policy",):
             rank.call(role, "load", ShardedFiles(f"{directory}/{name}"))
             worker = rank.roles[role]
-            tensors = [local_part(tensor) for tensor in worker.weight_tensors() + worker.optimizer_tensors()]
+            tensors = [local_tensor(tensor) for tensor in worker.weight_tensors() + worker.optimizer_tensors()]
             sums = (float(tensor.detach().double().abs().sum()) for tensor in tensors)
             read[name].append([worker.optimizers.steps, *sums])
     return read
