@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trainer.config import Config, DataConfig
 from trainer.config.algorithm import TeacherConfig
-from trainer.data.pairs import load_pairs
+from trainer.data.examples import load_pairs
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.objectives import make_objective
