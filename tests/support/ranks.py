@@ -21,6 +21,8 @@ from trainer.config import Config
 from trainer.process import time_limits
 from trainer.workers.rank import Rank
 
+_ROOT = Path(__file__).resolve().parents[2]
+
 # What ranks import, sooner or later, and test modules with them.
 _MODULES = (
     "pytest",
@@ -31,10 +33,14 @@ _MODULES = (
 )
 
 
-@functools.cache
-def launcher() -> ForkServer:
-    """Start processes that have imported what ranks need, and that are warm on CPUs. It ends with this process."""
-    return ForkServer(_MODULES) if torch.cuda.is_available() else _WarmForkServer()
+@functools.lru_cache(maxsize=2)
+def launcher(module: str = "") -> ForkServer:
+    """Start processes that have imported what ranks need, and that are warm on CPUs. It ends with this process.
+
+    Args:
+        module: a test module whose functions the ranks run. It is imported once, and not by each rank.
+    """
+    return ForkServer(_MODULES) if torch.cuda.is_available() else _WarmForkServer([module] if module else [])
 
 
 class _WarmForkServer(ForkServer):
@@ -43,7 +49,8 @@ class _WarmForkServer(ForkServer):
     def _start(self, remote: Connection, preload: Sequence[str], env: Mapping[str, str]) -> psutil.Process:
         self._command = fork_server().start(
             f"{__name__}:serve_ranks",
-            cwd=Path.cwd(),
+            *preload,
+            cwd=_ROOT,  # where the test modules are
             env=env,
             stdout=remote,  # the only descriptors that a command gets are those of its output
             stderr=2,
@@ -51,11 +58,11 @@ class _WarmForkServer(ForkServer):
         return psutil.Process(self._command.pid)
 
 
-def serve_ranks() -> None:
+def serve_ranks(*preload: str) -> None:
     """Be the fork server whose connection is the descriptor of stdout."""
     connection = os.dup(1)
     os.dup2(2, 1)
-    run_fork_server(connection, ())
+    run_fork_server(connection, preload)
 
 
 def run_ranks(
@@ -74,7 +81,8 @@ def run_ranks(
         device: `cuda` or `cpu`; None: CUDA if there is a GPU.
         env: further variables of the processes.
     """
-    with local_cluster(world_size, cfg or Config(), device) as cluster:
+    module = "" if function.__module__.startswith("tests.support.") else function.__module__
+    with local_cluster(world_size, cfg or Config(), device, module) as cluster:
         group = start_ranks(cluster, env)
         return group.call("run", cluster.rendezvous_address(group), function, args)
 
@@ -85,12 +93,12 @@ def start_ranks(cluster: ProcessCluster, env: Mapping[str, str] | None = None) -
     return cluster.launch_ranks("rank", factory, {"OMP_NUM_THREADS": "1", **(env or {})})
 
 
-def local_cluster(world_size: int, cfg: Config, device: str | None = None) -> ProcessCluster:
-    """A cluster for `world_size` ranks, which use GPUs where there are some."""
+def local_cluster(world_size: int, cfg: Config, device: str | None = None, module: str = "") -> ProcessCluster:
+    """A cluster for `world_size` ranks, which use GPUs where there are some. See `launcher` for `module`."""
     time_limits.COLLECTIVE_S = 60.0  # a rank whose peer has failed waits for it no longer than this
     trainer = dataclasses.replace(cfg.trainer, num_workers=world_size)
     cfg = dataclasses.replace(cfg, trainer=trainer, rollout=dataclasses.replace(cfg.rollout, colocate=True))
-    return ProcessCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher())
+    return ProcessCluster(cfg, device or ("cuda" if torch.cuda.is_available() else "cpu"), launcher(module))
 
 
 class ConnectedRank:
