@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
@@ -192,40 +193,53 @@ def move_state(old: TrainedWorker, new: TrainedWorker) -> None:
     """Give `new` the weights, moments and counter of `old`, and leave it all that its config has set."""
     new.module.load_state_dict(old.module.state_dict())
     for before, after in zip(old.optimizers.all, new.optimizers.all, strict=True):
-        after.load_state_dict({**before.state_dict(), "param_groups": after.state_dict()["param_groups"]})
+        states = {  # or both would have the same tensors
+            number: {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            for number, state in before.state_dict()["state"].items()
+        }
+        after.load_state_dict({"state": states, "param_groups": after.state_dict()["param_groups"]})
     new.optimizers.steps = old.optimizers.steps
 
 
-def step_after_a_change(
-    rank: Rank, role: str, before: Config, after: Config, path: str, directory: str
-) -> tuple[str, str, str]:
-    """The second step under `after`, of a resumed run and of one started with it; and under `before`."""
-    files, name = ShardedFiles(directory), "critic" if role == "critic" else "policy"
-    old = build(rank, role, before, path)
+def first_step(rank: Rank, role: str, cfg: Config, path: str, files: ShardedFiles) -> TrainedWorker:
+    """Train and save a step."""
+    worker = build(rank, role, cfg, path)
     update(rank, role, 1)
-    rank.begin_save([name], files)
+    rank.begin_save(["critic" if role == "critic" else "policy"], files)
     rank.finish_save()
-    results = []
-    for cfg, resumed in ((after, True), (after, False), (before, False)):
-        worker = build(rank, role, cfg, path)
-        if resumed:
-            rank.call(name, "load", files, ALL)
-        else:
-            move_state(old, worker)
-        metrics = update(rank, role, 2)
-        results.append(f"{fingerprint(worker)} {metrics}")
-    return results[0], results[1], results[2]
+    return worker
+
+
+def second_step(rank: Rank, role: str, cfg: Config, path: str, state: TrainedWorker | ShardedFiles) -> str:
+    """The outcome of the second step under `cfg`, of a run with this state or of one that resumes from these files."""
+    worker = build(rank, role, cfg, path)
+    if isinstance(state, ShardedFiles):
+        rank.call("critic" if role == "critic" else "policy", "load", state, ALL)
+    else:
+        move_state(state, worker)
+    metrics = update(rank, role, 2)
+    return f"{fingerprint(worker)} {metrics}"
 
 
 def steps_after_changes(rank: Rank, role: str, path: str, directory: str) -> dict[str, tuple[str, str, str]]:
-    """The outcome of each change of a role, by its key."""
-    return {
-        key: step_after_a_change(
-            rank, role, configured(before), configured(before, {key: value}), path, f"{directory}/{number}"
-        )
-        for number, (of, key, value, before) in enumerate(CASES)
-        if of == role
-    }
+    """The second step after each change of a role, by its key: resumed, started with the new value, and unchanged.
+
+    Changes of equal configs share the first step.
+    """
+    begun: dict[str, tuple[TrainedWorker, ShardedFiles, str]] = {}
+    found = {}
+    for of, key, value, before in CASES:
+        if of != role:
+            continue
+        if str(before) not in begun:
+            files = ShardedFiles(f"{directory}/{len(begun)}")
+            old = first_step(rank, role, configured(before), path, files)
+            begun[str(before)] = old, files, second_step(rank, role, configured(before), path, old)
+        old, files, unchanged = begun[str(before)]
+        after = configured(before, {key: value})
+        resumed, started = (second_step(rank, role, after, path, state) for state in (files, old))
+        found[key] = resumed, started, unchanged
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -104,9 +104,10 @@ def by_adamw(start: np.ndarray, gradients: list[np.ndarray], views: Any) -> np.n
 @pytest.mark.parametrize("family", MODELS)
 def test_muon_is_its_formula_on_any_number_of_ranks_and_leaves_the_rest_to_adamw(family, tmp_path):
     random_model(MODELS[family], "eager").save_pretrained(tmp_path)
-    layouts: list[dict[str, int]] = [{"num_workers": 1}, {"num_workers": 3}]
+    layouts: list[dict[str, int]] = [{"num_workers": 3}]
     if family == "qwen3":
-        layouts += [{"num_workers": 4, "dp_replicate": 2}, {"num_workers": 4, "tensor_parallel_size": 2}]
+        layouts = [{"num_workers": 1}, {"num_workers": 4, "dp_replicate": 2}]
+        layouts += [{"num_workers": 4, "tensor_parallel_size": 2}]
     results = []
     for layout in layouts:
         cfg = with_optimizer("muon")
@@ -211,7 +212,7 @@ def resume(rank: Rank, path: str, directory: str) -> list[dict[str, np.ndarray]]
     return weights
 
 
-@pytest.mark.parametrize("name", ["muon", f"{__name__}:Lion", f"{__name__}:halves"])
+@pytest.mark.parametrize("name", ["muon", f"{__name__}:halves"])
 def test_a_run_continues_from_a_save_on_other_ranks_as_if_undisturbed(name, tmp_path):
     random_model(ALL["qwen3"], "sdpa").save_pretrained(tmp_path / "model")
     paths = str(tmp_path / "model"), str(tmp_path)
