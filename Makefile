@@ -4,6 +4,8 @@ EXTRA ?= $(if $(wildcard .venv/.installed-gpu)$(filter test-gpu,$(MAKECMDGOALS))
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= packing logprob python_tool bfloat16 step_time profile_step scaling rollout weight_sync checkpoint journal trace recovery ahead environments warm_servers view plan scale driver_scale rendezvous vs_trl resume_vs_trl
+# Files with tests of a release: each worker imports all that it is given.
+RELEASE = tests/cpu/release $(shell grep -rl --include='test_*.py' 'mark\.release' tests/cpu | sort)
 BIN := .venv/bin
 STAMP := .venv/.installed-$(EXTRA)
 # Some images set it; then every process would compile torch, vLLM and Ray anew, and take twice as long to start.
@@ -26,7 +28,7 @@ test: setup  ## the CPU tests
 	$(BIN)/python -m pytest tests/cpu -m "not release" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 release-check: setup  ## what guards a release: wheel, image, recipes, Slurm, browser, tutorial, examples, several nodes
-	$(BIN)/python -m pytest tests/cpu -m release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(RELEASE) -m release -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## the same promises on GPUs
 	$(BIN)/python -m pytest tests/gpu_ci $(ARGS)

@@ -8,9 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from tests.cpu.unit.agents.test_server import Served
@@ -63,6 +61,8 @@ def assert_one_sample(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("with_thoughts", [False, True])
 def test_anthropic_s_client_runs_an_episode_that_gives_one_sample(served, stream, with_thoughts):
+    import anthropic  # it takes a second, which only this file needs
+
     url = served.url.removesuffix("/v1")
     client = anthropic.Anthropic(base_url=url, auth_token="any")
     tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
@@ -101,6 +101,8 @@ def test_anthropic_s_client_runs_an_episode_that_gives_one_sample(served, stream
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("sends", ["items", "ids of items", "the id of the response"])
 def test_openai_s_client_of_responses_runs_an_episode_that_gives_one_sample(served, stream, sends):
+    import openai
+
     client = openai.OpenAI(base_url=served.url, api_key="any")
     tools: list[Any] = [
         {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": None},
@@ -147,6 +149,8 @@ def test_openai_s_client_of_responses_runs_an_episode_that_gives_one_sample(serv
 
 
 def test_a_side_request_is_answered_and_not_trained(served):
+    import anthropic
+
     client = anthropic.Anthropic(base_url=served.url.removesuffix("/v1"), auth_token="any")
     said: Any = {"max_tokens": 50, "messages": [{"role": "user", "content": "1+2?"}]}
     title = client.messages.create(model="policy-side", **said)
@@ -174,6 +178,8 @@ def test_what_the_policy_thought_tells_equal_answers_apart(served):
 
 
 def test_refusals_have_the_status_and_the_words_that_clients_know(served):
+    import anthropic
+
     url = served.url.removesuffix("/v1")
     client = anthropic.Anthropic(base_url=url, auth_token="any")
     long: Any = [{"role": "user", "content": "a" * 3000}]
