@@ -51,7 +51,7 @@ class Judge:
 
 
 def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
-    """Killed behind a save and in one, with dynamic sampling ahead. Then other data, other keys and another model are
+    """Killed behind a save and in one, with dynamic sampling ahead. Then other data and another model are
     refused, each in one message."""
     size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     build_tiny(size, str(tmp_path / "model"))
@@ -85,11 +85,6 @@ def test_a_job_with_a_remote_reward_ends_as_if_never_killed(tmp_path):
     assert "data: the number of prompts is not that of the checkpoint" in other_data.stderr
     assert "trainer.load_components=[weights,optimizer,rng,state]" in other_data.stderr
     assert "loading the model" not in other_data.stdout + other_data.stderr
-    changes = ("data.train_size=11", "trainer.policy.optimizer.lr=1e-4", "rollout.n=3")
-    keys = run_forked("trainer", ["train", *again, *changes], tmp_path, environment(), timeout=300)
-    assert keys.returncode == 2, keys.stderr
-    refused = [line.strip().split("=")[0].split(":")[0] for line in keys.stderr.splitlines()[1:]]
-    assert {"rollout.n", "trainer.policy.optimizer.lr"} <= set(refused), keys.stderr
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     other_model = run_forked("trainer", ["train", *again], tmp_path, environment(), timeout=300)

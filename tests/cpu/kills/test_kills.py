@@ -76,7 +76,7 @@ def store() -> Iterator[None]:
     """A server of object storage, for all jobs of this file."""
     with s3_server() as url, pytest.MonkeyPatch.context() as patch:
         use_s3(patch, url)
-        patch.setenv("TRAINER_TIME_LIMITS", "LOCK_LEASE_S=1")
+        patch.setenv("TRAINER_TIME_LIMITS", "LOCK_LEASE_S=3")  # a shorter one is renewed all the time
         yield
 
 
