@@ -18,7 +18,7 @@ from trainer.metrics.estimates import attempts_of
 from trainer.metrics.names import is_metric, pass_at, set_of_metric
 from trainer.metrics.sinks import find_sink
 from trainer.metrics.timing import StartUp
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines
 from trainer.process.machine_limits import usable_cores
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import importing, stage
@@ -166,7 +166,7 @@ def best_value(cfg: Config) -> float | None:
     It is for a search over configs. The initial weights, which all its jobs share, would hide which of them learn less:
     they count only if no later step has measured it.
     """
-    rows = read_metrics(os.path.join(cfg.trainer.run_dir, METRICS_FILE))
+    rows = list(MetricsLines(os.path.join(cfg.trainer.run_dir, METRICS_FILE)).having(cfg.compared_by[0]))
     trained = [row for row in rows if row["step"] > 0]
     best = find_best(trained, *cfg.compared_by) or find_best(rows, *cfg.compared_by)
     return best and best.value

@@ -367,7 +367,7 @@ class Trainer:
         return tracker
 
     def _open_progress(self) -> Progress:
-        cfg, state, history = self.cfg, self.state, self.directory.metrics()
+        cfg, state, history = self.cfg, self.state, self.directory.metrics().having("val/")
         return Progress(cfg.total_steps, state.step, history, self.timer, cfg.task.shown)
 
     def _announce(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from glob import escape, glob
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ class RunResult:
     """The exported policies in Hugging Face format, oldest first."""
     report: str | None
     """The picture of the metrics."""
-    rows: list[dict[str, Any]] = field(repr=False)
-    """The lines of `metrics.jsonl`."""
+    rows: Sequence[dict[str, Any]] = field(repr=False)
+    """The lines of `metrics.jsonl`, read when they are used."""
 
     @property
     def metrics(self) -> pandas.DataFrame:
@@ -50,8 +51,8 @@ def describe_result(paths: dict[str, str], status: str) -> RunResult:
         status: `finished` or `stopped`.
     """
     run_dir = paths["run_dir"]
-    rows = tracker.read_metrics(os.path.join(run_dir, tracker.METRICS_FILE))
-    best = find_best(rows, paths["best_metric"], paths["best_mode"])
+    rows = tracker.MetricsLines(os.path.join(run_dir, tracker.METRICS_FILE))
+    best = find_best(rows.having(paths["best_metric"]), paths["best_metric"], paths["best_mode"])
     checkpoints = open_store(paths["ckpt_path"])
     exports = glob(os.path.join(escape(paths["export_path"]), "global_step_*", "policy"))
     report = os.path.join(run_dir, "report.png")
@@ -81,11 +82,11 @@ def read_metrics(run: str | os.PathLike[str]) -> pandas.DataFrame:
     file = os.path.join(path, tracker.METRICS_FILE) if os.path.isdir(path) else path
     if not os.path.exists(file):
         raise UserError(f"{path}: no metrics are there; name a run directory, which holds {tracker.METRICS_FILE}")
-    return _as_table(tracker.read_metrics(file))
+    return _as_table(tracker.MetricsLines(file))
 
 
-def _as_table(rows: list[dict[str, Any]]) -> pandas.DataFrame:
+def _as_table(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame:
     import pandas
 
-    table = pandas.DataFrame(rows)
+    table = pandas.DataFrame(list(rows))
     return table[sorted(table, key=lambda name: (name != "step", name))]

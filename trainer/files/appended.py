@@ -117,6 +117,18 @@ class AppendedFile:
             if self._waiting or os.path.exists(self._path):
                 self._write(durable=True)
 
+    def cut(self, size: int) -> None:
+        """Keep the first `size` bytes of a file that is there, and wait until the rest is off the disk."""
+        with self._lock:
+            self._fence()
+            handle = open_appended(self._path, self._mode)
+            try:
+                with naming(self._path):
+                    os.ftruncate(handle, size)
+                    os.fsync(handle)
+            finally:
+                os.close(handle)
+
     def _write(self, durable: bool) -> None:
         self._fence()
         handle = open_appended(self._path, self._mode)

@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -53,6 +53,7 @@ class _Past:
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
+        self._starts: dict[str, float] = {}  # medians of the first values
         self.accuracy = 0.0
         """The last validation accuracy."""
         self.accuracy_of_start = -math.inf
@@ -60,10 +61,11 @@ class _Past:
         """The highest one of a step."""
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
-        for name, value in row.items():
+        for name in row.keys() - self._starts.keys():
             first = self._first.setdefault(name, [])
-            if len(first) < _START:
-                first.append(value)
+            first.append(row[name])
+            if len(first) == _START:
+                self._starts[name] = statistics.median(first)
         self.accuracy = row.get(ACCURACY, self.accuracy)
         if step > 0:
             self.trained_accuracy = max(self.trained_accuracy, row.get(ACCURACY, -math.inf))
@@ -77,8 +79,7 @@ class _Past:
 
     def start(self, name: str, default: float = math.nan) -> float:
         """Return the median of the first steps; `default` if there are too few: NaN is neither above nor below."""
-        first = self._first.get(name, [])
-        return statistics.median(first) if len(first) == _START else default
+        return self._starts.get(name, default)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class _Step:
     """A step, as the rules read it."""
 
     metrics: Mapping[str, float]
-    """The finite ones."""
+    """The finite ones, of those that rules read."""
     past: _Past
     config: Mapping[str, Any]
     """The config; empty: not known."""
@@ -304,6 +305,7 @@ RULES = (
     ),
 )
 """The advisories, in the order of the docs."""
+_READ = frozenset(name for rule in RULES for name in rule.metrics)
 
 
 @dataclass
@@ -363,14 +365,14 @@ class Advisor:
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Advice]:
         """Return the advisories that the metrics of a finished step give rise to."""
-        finite = {name: number for name, value in metrics.items() if (number := _finite(value)) is not None}
-        given = []
+        logged = _READ & metrics.keys()
+        # `metrics.jsonl` has null for a number that is not finite.
+        finite = {name: number for name in logged if (number := _finite(metrics[name])) is not None}
+        given, finished, is_finite = [], _Step(finite, self._past, self._config), len(finite) == len(logged)
         for rule, counter in self._counters:
-            if any(name not in metrics for name in rule.metrics):
+            if not logged.issuperset(rule.metrics):
                 continue  # a validation before training, or a run without that part
-            # `metrics.jsonl` has null for a number that is not finite.
-            is_known = all(name in finite for name in rule.metrics)
-            holds = is_known and rule.holds(_Step(finite, self._past, self._config))
+            holds = (is_finite or all(name in finite for name in rule.metrics)) and rule.holds(finished)
             if counter.update(step, holds, rule.steps):
                 given.append(_advice(rule, counter.found[-1]))
         self._past.add(step, finite)
@@ -389,16 +391,6 @@ class Advisor:
         return sorted((_advice(r, c.found[-1]) for r, c in counters), key=lambda advice: advice.steps[0])
 
 
-def advise(history: Iterable[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> list[Advice]:
-    """Return all advisories about a run, by their first step. Never raises.
-
-    Args:
-        history: the lines of its `metrics.jsonl`.
-        config: of the run, nested or with dotted keys; None: not known.
-    """
-    return Advisor(config, history=history).found
-
-
 def _advice(rule: Rule, steps: tuple[int, int]) -> Advice:
     return Advice(rule.name, steps, rule.text, rule.key)
 
@@ -411,6 +403,8 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
 
 def _finite(value: Any) -> float | None:
     """Return a number; None: it is none, or not finite."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     try:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
@@ -426,10 +420,12 @@ class MetricChecks:
         history: the lines of `metrics.jsonl` before the first `update`.
     """
 
-    def __init__(self, cfg: Config, compares_completions: bool, history: Sequence[Mapping[str, Any]] = ()) -> None:
-        t = cfg.trainer
-        self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions, history)
-        self._divergence = DivergenceCheck(t.divergence_limits, history)
+    def __init__(self, cfg: Config, compares_completions: bool, history: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions)
+        self._divergence = DivergenceCheck(cfg.trainer.divergence_limits)
+        for row in history:  # of many lines: once
+            self._advisor.update(row["step"], row)
+            self._divergence.update(row["step"], row)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
         """Check the metrics of a finished step. Return the first metric that has diverged, or None."""
@@ -465,14 +461,11 @@ class DivergenceCheck:
 
     Args:
         limits: limits by metric (`trainer.divergence_limits`).
-        history: the lines of `metrics.jsonl` before the first `update`.
     """
 
-    def __init__(self, limits: Mapping[str, float], history: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, limits: Mapping[str, float]):
         self._limits = limits
         self._above: dict[str, list[int]] = {metric: [] for metric in limits}
-        for row in history:
-            self.update(row["step"], row)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
         """Count a finished step. Return the first metric that has diverged, or None.

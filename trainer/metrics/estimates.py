@@ -54,10 +54,6 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     assert values
     if all(value in (0.0, 1.0) for value in values):
         return share_estimate(fmean(values), len(values))
-    return _student(values)
-
-
-def _student(values: Sequence[float]) -> Estimate:
     mean, rows = fmean(values), len(values)
     margin = math.inf if rows < 2 else t_quantile((1 + LEVEL) / 2, rows - 1) * stdev(values) / math.sqrt(rows)
     return Estimate(mean, mean - margin, mean + margin, rows)

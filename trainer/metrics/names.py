@@ -166,10 +166,7 @@ METRICS: dict[str, Metric] = {
         "those of a later step, before engines can take new weights.",
         "s",
     ),
-    "time/environment": Metric(
-        "Waiting for environments while engines have nothing to do.",
-        "s",
-    ),
+    "time/environment": Metric("Waiting for environments while engines have nothing to do.", "s"),
     "time/reward": Metric("Waiting for rewards after the last completion.", "s"),
     "time/logprob": Metric("Old and reference log-probs, and values.", "s"),
     "time/update": Metric("Optimizer steps of critic and policy.", "s"),
@@ -217,17 +214,17 @@ def is_metric(name: str, declared: Collection[str] = ()) -> bool:
     Args:
         declared: the metrics of the run's own task.
     """
-    return name in declared or any(_matches(name, known) for known in METRICS)
+    return name in declared or any(_pattern(known).fullmatch(name) for known in METRICS)
 
 
 def declared_as(name: str) -> Metric | None:
     """Return what a metric of this name is; None: it is one of a task."""
-    return METRICS.get(name) or next((metric for known, metric in METRICS.items() if _matches(name, known)), None)
+    return METRICS.get(name) or next((METRICS[known] for known in METRICS if _pattern(known).fullmatch(name)), None)
 
 
 def is_counter(name: str) -> bool:
     """Return whether a metric only grows: it counts over the life of the run."""
-    return any(_matches(name, known) for known in COUNTERS)
+    return any(_pattern(known).fullmatch(name) for known in COUNTERS)
 
 
 def pass_at(k: int | str) -> str:
@@ -249,10 +246,6 @@ def set_of_metric(metric: str) -> tuple[str, str] | None:
 def is_accuracy_of_set(metric: str) -> bool:
     """Return whether this is the accuracy of a named validation set."""
     return (set_of_metric(metric) or ("", ""))[1] == "accuracy"
-
-
-def _matches(name: str, known: str) -> bool:
-    return _pattern(known).fullmatch(name) is not None
 
 
 @functools.cache

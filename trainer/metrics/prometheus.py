@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
@@ -89,8 +90,9 @@ class MetricsServer(Sink):
 
     def start(self, rows: Rows, step: int) -> None:
         """Take over the lines of `metrics.jsonl` that a resumed run has, in place of all values so far."""
-        self._values = {name: _number(value) for row in rows for name, value in row.items() if name != "step"}
-        self._step = (rows[-1]["step"], time.monotonic()) if rows else None
+        last = dict(chain.from_iterable(row.items() for row in rows))
+        self._step = (last.pop("step"), time.monotonic()) if last else None
+        self._values = {name: _number(value) for name, value in last.items()}
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Serve the metrics of a finished step. What it did not measure keeps its last value."""

@@ -380,7 +380,7 @@ class Trackio(Sink):
     def start(self, rows: Rows, step: int) -> None:
         self.end(0)
         try:
-            with _quiet():
+            with contextlib.redirect_stdout(io.StringIO()):  # it would disturb the progress display
                 self._run = self._begin()
         except Exception as error:
             raise UserError(
@@ -396,7 +396,7 @@ class Trackio(Sink):
             import trackio
 
             self._run = None
-            with _quiet():
+            with contextlib.redirect_stdout(io.StringIO()):
                 trackio.finish()
 
     def _begin(self) -> Any:
@@ -412,11 +412,6 @@ class Trackio(Sink):
                     name = f"{name}-{self.run_id}"
         options: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         return trackio.init(project, name, self._group, config=self._config, resume="allow", **options)
-
-
-def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """Return a block that drops what Trackio prints: it would disturb the progress display."""
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 SERVICES = {"wandb": WandB, "mlflow": MLflow, "trackio": Trackio}

@@ -55,8 +55,7 @@ class Timer:
     @contextmanager
     def __call__(self, phase: str, **details: Any) -> Iterator[None]:
         """Time the block as `time/{phase}`, even if it raises. It is also a span of the timeline, with `details`."""
-        name = _metric(phase)
-        assert phase not in dict(self._running), f"{name} is running already: its seconds would count twice"
+        assert phase not in dict(self._running), f"{phase} is running already: its seconds would count twice"
         outer, start = self._running, time.monotonic()
         self._running = (*outer, (phase, start))
         try:
@@ -68,7 +67,8 @@ class Timer:
 
     def add(self, phase: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere to `time/{phase}`."""
-        name = _metric(phase)
+        name = f"time/{phase}"
+        assert name in METRICS, f"{name} is not a metric"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def pop(self) -> dict[str, float]:
@@ -80,12 +80,6 @@ class Timer:
         """Return the innermost running phase of a step and its seconds so far, or None between phases. Thread-safe."""
         phases = [(phase, start) for phase, start in self._running if phase in PHASES]
         return (phases[-1][0], time.monotonic() - phases[-1][1]) if phases else None
-
-
-def _metric(phase: str) -> str:
-    name = f"time/{phase}"
-    assert name in METRICS, f"{name} is not a metric"
-    return name
 
 
 def clock(seconds: float) -> str:

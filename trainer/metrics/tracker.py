@@ -12,10 +12,14 @@ import logging
 import math
 import numbers
 import os
+import re
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
+
+from pydantic_core import from_json
 
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
@@ -28,6 +32,9 @@ from trainer.metrics.sinks import SERVICES, OwnSink, Samples, Sink, TensorBoard
 LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+_BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')
+"""How a line begins that this package has written."""
+_NUMBERS = {int, float, NoneType}
 
 
 class Tracker:
@@ -112,8 +119,10 @@ class Tracker:
         """
         assert self._last_step is not None, f"{self._path} has lines of an earlier process: rewind first"
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
-        values = _plain_values(metrics)
-        self._file.append(as_lines([{"step": step, **_without_nan(values)}]).encode())
+        assert "step" not in metrics
+        values = {name: _plain(metrics[name]) for name in sorted(metrics)}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.append(as_lines([{"step": step, **finite}]).encode())
         self._last_step = step
         self.first_step = step if self.first_step is None else self.first_step
         self._send(step, values, samples or {})
@@ -133,7 +142,7 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Remove the lines after `step` (-1: all lines), before the first `log`.
 
-        The file is replaced atomically, without lines of later steps and without a torn last line.
+        A kill leaves the file as it was, or without lines of later steps and without a torn last line.
         Sinks agree with the lines that are kept, as far as they can (see `Sink.start`).
 
         Raises:
@@ -141,15 +150,21 @@ class Tracker:
         """
         if self.first_step is not None:  # lines that this process has kept or logged
             self._file.sync()
-        rows = read_metrics(self._path)
-        kept = [row for row in rows if row["step"] <= step]
-        write_file(self._path, as_lines(kept), self._fence)
+        lines = MetricsLines(self._path)
+        kept = [one for one in lines.steps if one <= step]
+        if kept and kept == list(lines.steps[: len(kept)]):
+            self._file.cut(lines.starts[len(kept)])
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(f"{self._path}.tmp")  # a kill may have left it
+        else:  # a file that somebody has changed, or an empty one
+            write_file(self._path, as_lines(row for row in lines if row["step"] <= step), self._fence)
         self._last_step = step
-        self.first_step = kept[0]["step"] if kept else None
+        self.first_step = kept[0] if kept else None
+        rows = MetricsLines(self._path)
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             with self._left_out_if_it_fails():
-                sink.start(kept, step)
+                sink.start(rows, step)
                 self._sinks.append(sink)
 
     def flush(self) -> None:
@@ -184,26 +199,86 @@ class Tracker:
         self.close(exit_code=0 if kind is None else 1)
 
 
-def read_metrics(path: str) -> list[dict[str, Any]]:
-    """Return the objects of a `metrics.jsonl` in file order. `null` becomes None. A torn last line (the machine went
-    down) is left out. Without a file the list is empty.
+class MetricsLines(Sequence[dict[str, Any]]):
+    """The objects of a `metrics.jsonl` in file order, each decoded when it is read: a long run has millions of numbers.
+
+    `null` becomes None. A torn last line (the machine went down) is left out. Without a file there are none.
 
     Raises:
-        UserError: another line is not a JSON object with a `step` and numbers.
+        UserError: another line is not a JSON object with a `step` and numbers. If it begins as one, the code that reads
+            it gets the error.
     """
-    rows, lines = [], list[bytes]()
-    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        lines = file.read().splitlines()
-    for number, line in enumerate(lines, start=1):
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.steps = array("q")
+        """The step of each line."""
+        self.starts = array("q", [0])
+        """The offset of each line, and the one after the last."""
+        last = b""
+        with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+            for line in file:
+                if last:
+                    begin = _BEGIN.match(last)
+                    self.steps.append(int(begin[1]) if begin else self._decode(len(self), last)["step"])
+                    self.starts.append(self.starts[-1] + len(last))
+                last = line
+        with contextlib.suppress(ValueError):
+            self.steps.append(_parse(last)["step"])
+            self.starts.append(self.starts[-1] + len(last))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(len(self))[index]
+        return next(self._rows([chosen])) if isinstance(chosen, int) else list(self._rows(chosen))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._rows(range(len(self)))
+
+    def after(self, step: int) -> list[dict[str, Any]]:
+        """Return the rows of later steps."""
+        return list(self._rows([index for index, one in enumerate(self.steps) if one > step]))
+
+    def having(self, prefix: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows that have a metric whose name begins with `prefix`."""
+        return self._rows(self._indices(prefix))
+
+    def thinned(self, most: int, steps: Collection[int] = ()) -> list[dict[str, Any]]:
+        """Return about `most` rows, and as many with a validation, evenly spread, the last one and those of `steps`."""
+        chosen = {index for index, step in enumerate(self.steps) if step in steps or index == len(self) - 1}
+        for some in (range(len(self)), self._indices("val/")):
+            chosen.update(some[:: -(-len(some) // most) or 1])
+        return list(self._rows(sorted(chosen)))
+
+    def _indices(self, prefix: str) -> list[int]:
+        text = json.dumps(prefix)[:-1].encode()  # the only texts of a line are the names
+        return [index for index, line in self._lines(range(len(self))) if text in line]
+
+    def _rows(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+        return (self._decode(index, line) for index, line in self._lines(indices))
+
+    def _lines(self, indices: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        if len(indices):
+            with open_regular(self._path) as file:
+                for index in indices:
+                    file.seek(self.starts[index])
+                    yield index, file.read(self.starts[index + 1] - self.starts[index])
+
+    def _decode(self, index: int, line: bytes) -> dict[str, Any]:
         try:
-            rows.append(_parse(line))
+            return _parse(line)
         except ValueError as error:
-            if number < len(lines):
-                raise UserError(
-                    f"{path}:{number} has no JSON object with a step and numbers ({first_line(error)}); repair or "
-                    "remove the file"
-                ) from error
-    return rows
+            raise UserError(
+                f"{self._path}:{index + 1} has no JSON object with a step and numbers ({first_line(error)}); repair or "
+                "remove the file"
+            ) from error
+
+
+def read_metrics(path: str) -> list[dict[str, Any]]:
+    """Return all rows of a `metrics.jsonl` (see `MetricsLines`)."""
+    return list(MetricsLines(path))
 
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -222,7 +297,10 @@ def check_lines(path: str, first: int | None, last: int) -> None:
     Raises:
         UserError: a line is missing or duplicated.
     """
-    counts = Counter(row["step"] for row in read_metrics(path))
+    lines = MetricsLines(path)
+    for _ in lines:  # a damaged line is refused before anything starts
+        pass
+    counts = Counter(lines.steps)
     steps = range(last + 1 if first is None else first, last + 1)
     wrong = next((step for step in steps if counts[step] != 1), None)  # the first: `last` may be any number
     if wrong is not None:
@@ -234,17 +312,12 @@ def check_lines(path: str, first: int | None, last: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):  # `parse_object` takes ten times as long
+        row = from_json(line, allow_inf_nan=False)
+        is_plain = type(row) is dict and is_count(row.get("step")) and set(map(type, row.values())) <= _NUMBERS
+        if is_plain and max(map(abs, filter(None, row.values())), default=0) < 2**63:
+            return row
     return parse_object(line, {"step": is_count, str: (is_number, NoneType)})
-
-
-def _plain_values(metrics: Mapping[str, float]) -> dict[str, float]:
-    assert "step" not in metrics
-    return {name: _plain(metrics[name]) for name in sorted(metrics)}
-
-
-def _without_nan(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Return values as `metrics.jsonl` has them."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _plain(value: float) -> float:

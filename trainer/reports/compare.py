@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import glob
 import json
@@ -10,6 +9,7 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trainer.checkpoint.components import CONFIG_FILE
@@ -20,9 +20,9 @@ from trainer.files.redaction import redact
 from trainer.metrics.best import Best, find_best
 from trainer.metrics.estimates import share_estimate
 from trainer.metrics.names import METRICS
-from trainer.metrics.tracker import METRICS_FILE, read_metrics, values_of
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines, values_of
 from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
-from trainer.reports.drawing import curve, label_steps, picture, series, share_axis
+from trainer.reports.drawing import MOST_POINTS, Rows, curve, label_steps, picture, series, share_axis
 from trainer.run.run_metadata import STARTS_FILE, RecordedTask, last_start, task_of
 
 _PER_RUN = (
@@ -50,14 +50,21 @@ class Run:
     path: str
     config: dict[str, Any]
     """By dotted key; empty if the run has not saved it yet."""
-    rows: list[dict[str, Any]]
+    rows: MetricsLines
     task: RecordedTask
     command: list[str]
     """Words of the last start; empty if they are not known."""
 
     @property
     def steps(self) -> int:
-        return max((row["step"] for row in self.rows), default=0)
+        return max(self.rows.steps, default=0)
+
+    @cached_property
+    def drawn(self) -> Rows:
+        """The rows of a picture, with the best one."""
+        metric = self.task.best_metric
+        best = find_best(self.rows.having(metric), metric, self.task.best_mode)
+        return self.rows.thinned(MOST_POINTS, [best.step] if best else [])
 
 
 def read_run(path: str) -> Run:
@@ -76,7 +83,7 @@ def read_run(path: str) -> Run:
     except (OSError, ValueError) as error:
         raise UserError(f"{os.path.join(path, CONFIG_FILE)}: cannot be read ({error})") from error
     start = last_start(path)
-    return Run(path, flatten(config), read_metrics(file), task_of(start), start["command"] if start else [])
+    return Run(path, flatten(config), MetricsLines(file), task_of(start), start["command"] if start else [])
 
 
 def differing_keys(runs: list[Run]) -> list[str]:
@@ -118,12 +125,7 @@ def find_runs(paths: list[str]) -> list[str]:
     return runs
 
 
-def compare_runs(
-    paths: list[str],
-    out: str | None,
-    metric: str | None = None,
-    as_json: bool = False,
-) -> None:
+def compare_runs(paths: list[str], out: str | None, metric: str | None = None, as_json: bool = False) -> None:
     """Print a table of runs, best first, and draw the curves of the metric.
 
     Args:
@@ -135,12 +137,12 @@ def compare_runs(
         UserError: there is no run, or none has logged the metric.
     """
     runs = [read_run(path) for path in find_runs(paths)]
-    logged = {name for run in runs for row in run.rows for name in row if name != "step"}
-    if metric is not None and metric not in logged:
+    if metric is not None and not any(metric in row for run in runs for row in run.rows.having(metric)):
+        logged = {name for run in runs for row in run.rows for name in row if name != "step"}
         meant = did_you_mean(metric, logged) or f"they have {_listed(sorted(logged))}"
         raise UserError(f"--metric={metric}: no run has logged it; {meant}")
     metric, mode = _compared_by(runs[0], metric)
-    best = {run.path: find_best(run.rows, metric, mode) for run in runs}
+    best = {run.path: find_best(run.rows.having(metric), metric, mode) for run in runs}
     runs.sort(key=lambda run: _rank(run, best[run.path], metric, mode))
     keys = differing_keys(runs)
     # The keys that a command of the runs names come first.
@@ -185,13 +187,13 @@ def _results(run: Run, keys: list[str], metric: str, best: Best | None) -> dict[
     row: dict[str, Any] = {"run": _name(run)}
     row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
     row |= {"start": best and best.start, f"best {metric}": best and best.value, "at step": best and best.step}
-    return row | {"last": (values_of(run.rows, metric) or [None])[-1], "steps": run.steps}
+    return row | {"last": (values_of(run.rows.having(metric), metric) or [None])[-1], "steps": run.steps}
 
 
 def _rank(run: Run, best: Best | None, metric: str, mode: str) -> tuple[bool, float, float]:
     """Return what orders runs: those with the same start, which they have not beaten, by their last value."""
-    sign = -1 if mode == "max" else 1
-    return best is None, sign * (best.value if best else 0.0), sign * (values_of(run.rows, metric) or [0.0])[-1]
+    sign, values = -1 if mode == "max" else 1, values_of(run.rows.having(metric), metric)
+    return best is None, sign * (best.value if best else 0.0), sign * (values or [0.0])[-1]
 
 
 def _print_table(rows: list[dict[str, Any]], keys: list[str]) -> None:
@@ -227,10 +229,10 @@ def _draw(runs: list[Run], metric: str, path: str) -> None:
     with picture(path, 8, 5) as figure:
         axes = figure.add_subplot()
         for run in runs:
-            curve(axes, run.rows, metric, encodable(_name(run)))
+            curve(axes, run.drawn, metric, encodable(_name(run)))
             rows = run.config.get("data.val_size")
             if metric == ACCURACY and isinstance(rows, int) and rows > 0:  # of a file, nobody has written how many
-                steps, values = series(run.rows, metric)
+                steps, values = series(run.drawn, metric)
                 bounds = [share_estimate(value, rows) for value in values]
                 band = [one.low for one in bounds], [one.high for one in bounds]
                 axes.fill_between(steps, *band, color=axes.lines[-1].get_color(), alpha=0.12, linewidth=0)
@@ -250,8 +252,4 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", help="picture of the curves (default: compare.png, none with --json)")
-
-    def tool(args: argparse.Namespace) -> None:
-        compare_runs(args.runs, args.out, args.metric, args.json)
-
-    return run_tool(parser, tool, argv)
+    return run_tool(parser, lambda args: compare_runs(args.runs, args.out, args.metric, args.json), argv)

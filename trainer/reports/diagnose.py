@@ -5,14 +5,14 @@ It needs no torch, no Ray and no GPU, and changes nothing, so it may be used on 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import glob
 import os
 import shlex
 import time
-from collections import Counter
+from collections import Counter, deque
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from trainer.checkpoint import last_commit
@@ -24,7 +24,7 @@ from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import inside, is_url
 from trainer.metrics.advice import Advisor
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines
 from trainer.process.failures import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import ToolParser, escape, run_tool, show
 from trainer.process.signals import CONTINUES
@@ -32,6 +32,7 @@ from trainer.run.next_command import next_command
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE, last_start, task_of
 
 _SHOWN = 10
+_LAST_LINES = 1000  # of the log, among which the last words are looked for
 _MEMBERS = ("rank", "engine")
 _SUSPECT = 2  # incidents of a node after which it counts as bad
 
@@ -40,12 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print what is known about a run; returns 0, or 2 if the directory holds no run."""
     parser = ToolParser(prog="trainer diagnose", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
-
-    def tool(args: argparse.Namespace) -> None:
-        lines = diagnose(args.run_dir)
-        show("\n".join(escape(line, lines=False) for line in lines))
-
-    return run_tool(parser, tool, argv)
+    lines_of = partial(map, partial(escape, lines=False))
+    return run_tool(parser, lambda args: show("\n".join(lines_of(diagnose(args.run_dir)))), argv)
 
 
 def diagnose(run_dir: str) -> list[str]:
@@ -65,8 +62,8 @@ def diagnose(run_dir: str) -> list[str]:
             one = os.path.dirname(inside[0])
             raise UserError(f"{run_dir}: holds {len(inside)} runs and is none; name one of them, such as {one}")
         raise UserError(f"{run_dir}: holds no run ({STARTS_FILE} is missing or damaged)")
-    rows, incidents = read_metrics(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
-    step = rows[-1]["step"] if rows else 0
+    rows, incidents = MetricsLines(os.path.join(run_dir, METRICS_FILE)), read_incidents(run_dir)
+    step = rows.steps[-1] if rows else 0
     task = task_of(start)
     total = task.total_steps
     good, checkpoints = _checkpoints(run_dir, start)
@@ -161,11 +158,11 @@ def _last_words(run_dir: str) -> str:
     """
     try:
         with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
-            lines = [line.split(" ", 2)[-1] for line in file.read().splitlines() if line.strip()]
+            tail = deque(file, _LAST_LINES)
     except FileNotFoundError:
         return "nothing was logged"
     refused = False
-    for line in reversed(lines):
+    for line in (line.rstrip("\n").split(" ", 2)[-1] for line in reversed(tail) if line.strip()):
         if line.startswith("error: ") and f": {HOLDS_A_RUN}; " in line:
             refused = True
         elif not line.startswith("report: ") and not (refused and line.endswith(" …")):

@@ -20,6 +20,8 @@ Panel = Callable[["Axes", Rows], None]
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 YELLOW, GREY = "#F0E442", "#B0B0B0"
+MOST_POINTS = 4000
+"""Steps of a curve. Of a longer run, every second, third, … line is drawn."""
 _FEW, _MANY = 25, 200
 _STYLE = {
     "font.size": 10,

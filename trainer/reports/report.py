@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from trainer.config import Metric
 from trainer.config.tasks import ACCURACY
 from trainer.errors import UserError, describe_error
 from trainer.metrics.advice import Advisor
+from trainer.metrics.best import find_best
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
-from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines
 from trainer.process.failures import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import ToolParser, encodable, run_tool, show
 from trainer.reports import drawing
@@ -52,7 +53,9 @@ def write_report(run_dir: str, out: str | None = None) -> str:
     source = os.path.join(run_dir, METRICS_FILE)
     if not os.path.exists(source):
         raise UserError(f"{source} does not exist; give the directory of a run")
-    rows = read_metrics(source)
+    lines = MetricsLines(source)
+    best = find_best(lines.having(ACCURACY), ACCURACY, "max")
+    rows = lines.thinned(drawing.MOST_POINTS, [best.step] if best else [])
     incidents = read_incidents(run_dir)
     start = last_start(run_dir)
     task = task_of(start)
@@ -61,7 +64,7 @@ def write_report(run_dir: str, out: str | None = None) -> str:
         raise UserError(f"{source} has nothing to draw yet")
     path = out or os.path.join(run_dir, "report.png")
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
-    notes = _notes(rows, start["config"] if start else {}, columns)
+    notes = _notes(lines, start["config"] if start else {}, columns)
     inches = 3.3 * height + 0.4 + _LINE_INCHES * len(notes)
     with drawing.picture(path, 5.2 * columns, inches) as figure:
         grid = figure.add_gridspec(height, columns)
@@ -90,7 +93,7 @@ def final_report(run_dir: str) -> None:
         LOG.warning("no report was drawn (%s); `trainer report %s` draws it", reason, shlex.quote(run_dir))
 
 
-def _notes(rows: Rows, config: Mapping[str, Any], columns: int) -> list[str]:
+def _notes(rows: Iterable[dict[str, Any]], config: Mapping[str, Any], columns: int) -> list[str]:
     """Return lines that say which advisories hold after the last step, as wide as that many panels."""
     notes = [f"NOTE: {advice}" for advice in Advisor(config, history=rows).current]
     return [line for note in notes for line in textwrap.wrap(note, _LETTERS * columns)]

@@ -22,7 +22,7 @@ from trainer.files.appended import cut_torn_line
 from trainer.files.hf_hub import is_data, pin
 from trainer.files.uris import is_same, is_url
 from trainer.metrics.trace_file import Timeline
-from trainer.metrics.tracker import METRICS_FILE, check_lines, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines, check_lines
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
@@ -77,9 +77,9 @@ class RunDirectory:
         """The checkpoint of this run from which it continues. None: it starts from the beginning, or is a new fork."""
         return None if self.resume is None or self.resume.restore.fork else self.resume.checkpoint
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of `metrics.jsonl` (see `trainer.metrics.tracker.read_metrics`)."""
-        return read_metrics(self.metrics_file)
+    def metrics(self) -> MetricsLines:
+        """Return the lines of `metrics.jsonl`."""
+        return MetricsLines(self.metrics_file)
 
     def _record_commit(self, step: int) -> None:
         last_commit.write(self.cfg.trainer.run_dir, step, self.cfg.trainer.ckpt_path)
@@ -184,8 +184,8 @@ class RunDirectory:
 
     def _record_death(self, text: str) -> None:
         """Record that the driver of the last start died."""
-        rows = self.metrics()
-        step = rows[-1]["step"] + 1 if rows else 0
+        steps = self.metrics().steps
+        step = steps[-1] + 1 if steps else 0
         action, cost_s = "started again with the same command", self.lost_seconds()
         INCIDENTS.note("driver", "driver", "killed process", action, text, step=step, cost_s=cost_s)
 
@@ -216,9 +216,8 @@ class RunDirectory:
 
     def lost_seconds(self) -> float:
         """Return the seconds of the logged steps that `resume` trains again."""
-        first = 0 if self.continued is None else self.continued.step + 1
-        rows = self.metrics()
-        return sum(row.get("time/step") or 0.0 for row in rows if row["step"] >= first)
+        step = -1 if self.continued is None else self.continued.step
+        return sum(row.get("time/step") or 0.0 for row in self.metrics().after(step))
 
     def _restore_run_files(self) -> None:
         """Restore the files of the run directory that the newest checkpoint carries, if the disk has lost them."""

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.checkpoint.manifest import Checkpoint
 from trainer.errors import UserError
 from trainer.files.atomic_io import write_file
-from trainer.metrics.tracker import METRICS_FILE, as_lines, read_metrics
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines, as_lines
 
 LOG = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class ReplayAudit:
         self._stops = stops
         self._matched = 0
         step = checkpoint.step
-        rows = [*read_metrics(self._path), *read_metrics(os.path.join(run_dir, METRICS_FILE))]
-        merged = {row["step"]: row for row in rows if row["step"] > step}
+        files = (self._path, os.path.join(run_dir, METRICS_FILE))
+        merged = {row["step"]: row for file in files for row in MetricsLines(file).after(step)}
         self._expected = merged if self._all_steps else {n: row for n, row in merged.items() if n == step + 1}
         if altered:
             self._expected = {}

@@ -13,14 +13,12 @@ from typing import Any
 from trainer.checkpoint.inspection import find_store
 from trainer.config import Metric
 from trainer.errors import UserError
-from trainer.metrics.advice import advise
+from trainer.metrics.advice import Advisor
 from trainer.metrics.names import METRICS
 from trainer.process.failures import read_incidents
 from trainer.reports.compare import Run
 from trainer.run.run_metadata import LOG_NAME, STARTS_FILE
 
-_MOST_POINTS = 4000
-"""Steps of a curve. Of a longer run, every second, third, … line is shown."""
 _RESUMED = re.compile(r"^(\S+ \S+) ((?:resumed|forked) from .*, step (\d+) of \d+)$")
 _MOST_MARKS = 1000
 
@@ -38,7 +36,7 @@ def describe_run(run: Run, name: str) -> dict[str, Any]:
         "total_steps": run.task.total_steps,
         "step": run.steps,
         "compared": [run.task.best_metric, run.task.best_mode],
-        "curves": curves(run.rows),
+        "curves": curves(run.drawn),
         "marks": _marks(run.path),
         "starts": _starts(run.path),
         "config": {key: _as_text(value) for key, value in run.config.items()},
@@ -48,12 +46,8 @@ def describe_run(run: Run, name: str) -> dict[str, Any]:
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the steps and the values of each metric. None is a number that was not finite."""
-    every = -(-len(rows) // _MOST_POINTS)
-    last = rows[-1]["step"] if rows else 0
     found: dict[str, list[Any]] = {}
-    for number, row in enumerate(rows):
-        if number % max(every, 1) and row["step"] != last and not any(name.startswith("val/") for name in row):
-            continue
+    for row in rows:
         for name, value in row.items():
             if name != "step":
                 steps, values = found.setdefault(name, [[], []])
@@ -69,7 +63,7 @@ def describe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
         declared |= run.task.metrics
     patterns = [(re.compile(re.sub("<[a-z]+>", ".+", re.escape(name))), metric) for name, metric in declared.items()]
     known = {}
-    for name in sorted({name for run in runs for row in run.rows for name in row}):
+    for name in sorted({name for run in runs for row in run.drawn for name in row}):
         metric = declared.get(name) or next((one for pattern, one in patterns if pattern.fullmatch(name)), None)
         if metric is not None:
             known[name] = [metric.unit, metric.meaning]
@@ -78,7 +72,8 @@ def describe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 def advice(run: Run) -> list[dict[str, Any]]:
     """Return the advisories about a run: the first and the last step of each, its sentence, and the key to change."""
-    return [{"steps": list(one.steps), "text": one.text, "key": one.key} for one in advise(run.rows, run.config)]
+    found = Advisor(run.config, history=run.rows).found
+    return [{"steps": list(one.steps), "text": one.text, "key": one.key} for one in found]
 
 
 def _marks(run_dir: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.metrics.advice import COMPARE_NOTHING, RULES, Advice, Advisor, advise, with_reference
+from trainer.metrics.advice import COMPARE_NOTHING, RULES, Advice, Advisor, with_reference
 from trainer.metrics.names import is_metric
 from trainer.metrics.tracker import read_metrics
 
@@ -83,7 +83,7 @@ def history(*parts: tuple[int, dict[str, float]], start: float | None = 0.5) -> 
 
 
 def named(rows: list[dict], config: dict | None = None) -> list[tuple[str, tuple[int, int]]]:
-    return [(advice.name, advice.steps) for advice in advise(rows, config)]
+    return [(advice.name, advice.steps) for advice in Advisor(config, history=rows).found]
 
 
 @pytest.mark.parametrize("file", HEALTHY, ids=lambda file: file.stem)
@@ -101,7 +101,7 @@ def test_a_sick_run_gets_the_advice_once_with_a_key_that_exists(rule):
     start = None if rule.name == "no_success" else 0.5
     rows = history((30, healthy), (rule.steps, sick), (5, sick), start=start)
     assert named(rows[: 1 + 30 + rule.steps - 1]) == [], "the first steps may be chance"
-    (advice,) = advise(rows)
+    (advice,) = Advisor(history=rows).found
     assert (advice.name, advice.steps) == (rule.name, (31, 30 + rule.steps + 5)) and advice.key == rule.key
     assert advice.key in KEYS and advice.key.rpartition(".")[2] in advice.text, "the text names the key"
     assert str(advice).startswith(f"since step {advice.steps[0]}, ") and "\n" not in advice.text
@@ -223,7 +223,7 @@ configs = st.none() | st.dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.dictionaries(names, values, max_size=25), max_size=45), config=configs)
 def test_advice_never_raises(rows, config):
-    assert all(isinstance(advice, Advice) and str(advice) for advice in advise(rows, config))
+    assert all(isinstance(advice, Advice) and str(advice) for advice in Advisor(config, history=rows).found)
 
 
 def test_a_whole_config_is_read():

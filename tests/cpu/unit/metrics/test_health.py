@@ -46,6 +46,5 @@ def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
 
 def test_a_resumed_run_counts_the_steps_before():
     history = [{"step": step, "policy/kl": 2.0} for step in (4, 5)]
-    (said,) = diverged(DivergenceCheck({"policy/kl": 1.0}, history), 2.0, first=6)
-    assert "since step 4" in said
-    assert diverged(DivergenceCheck({}, history), 2.0) == []
+    assert "since step 4" in str(checks(history).update(6, {"policy/kl": 2.0}))
+    assert diverged(DivergenceCheck({}), 2.0, 2.0, 2.0) == []

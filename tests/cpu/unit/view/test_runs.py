@@ -6,6 +6,8 @@ import json
 
 from tests.support.metrics import make_tracker
 from tests.support.viewed_runs import make_run
+from trainer.config.tasks import ACCURACY
+from trainer.metrics.tracker import as_lines
 from trainer.reports.compare import read_run
 from trainer.view.runs import curves, describe_metrics, describe_run
 
@@ -32,12 +34,14 @@ def test_a_run_without_anything_but_metrics_is_described(tmp_path):
     assert run["curves"] == {"reward/mean": [[1], [None]]} and run["marks"] == run["starts"] == []
 
 
-def test_long_curves_keep_the_last_step_and_every_validation():
-    rows = [{"step": step, "a": step, **({"val/b": 1.0} if step % 999 == 0 else {})} for step in range(1, 100_001)]
-    found = curves(rows)
+def test_long_curves_keep_the_best_and_the_last_step_and_every_validation(tmp_path):
+    rows = [{"step": step, "a": step, **({"val/b": 1.0} if step % 99 == 0 else {})} for step in range(1, 20_001)]
+    rows[4321][ACCURACY] = 0.5
+    (tmp_path / "metrics.jsonl").write_text(as_lines(rows))
+    found = curves(read_run(str(tmp_path)).drawn)
     steps, values = found["a"]
-    assert 4000 < len(steps) < 4300 and steps == values and steps[-1] == 100_000
-    assert found["val/b"][0] == [*range(999, 100_001, 999)]
+    assert 4000 < len(steps) < 4300 and steps == values and steps[-1] == 20_000
+    assert found["val/b"][0] == [*range(99, 20_001, 99)] and found[ACCURACY] == [[4322], [0.5]]
 
 
 def test_every_metric_is_explained(tmp_path):
