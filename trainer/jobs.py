@@ -46,7 +46,7 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
     if task.warm_start is not None and task.start_weights is not None and task.start_weights() is None:
         with contextlib.suppress(TrialError):  # this run will say so itself, or continue
             task.check_inputs(asks_servers=False)
-        run_task(task.warm_start(), device)
+        run_task(task.warm_start(), device, early if isinstance(early, ForkServer) else None)
         SIGNALS.starting()
     stop = StopRequest(t.deadline, on_step)
     with RunDirectory(cfg).open(wait=task.is_made is not None) as directory:

@@ -27,7 +27,7 @@ from trainer.run.state import OnStep
 
 LOG = logging.getLogger(__name__)
 _RANK_MODULES = ("trainer.workers.rank", "torch._dynamo")
-"""What every rank imports. The first optimizer of a process imports the second one."""
+"""What every rank imports on CPUs. The first optimizer of a process imports the second one."""
 
 
 def prepare(cfg: Config) -> str:
@@ -147,16 +147,18 @@ def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
     with StartUp():
         refuse_unread(words_given(), cfg)
         # Takes a moment, which a refused config need not wait.
-        from trainer.cluster.early_start import early_start
+        from trainer.cluster.early_start import early_fork, early_ray
 
-        with early_start(cfg, _RANK_MODULES) as early:
+        with early_ray(cfg) as ray:
             device = prepare(cfg)
             with stage("importing transformers"):
                 with importing():
                     from trainer.jobs import run_task
                     from trainer.tasks import build_task
                 task = build_task(cfg)
-            run_task(task, device, early, on_step)
+                modules = (*_RANK_MODULES, *(cfg.engine.preload if cfg.task.generates else ()))
+            with early_fork(cfg, device, modules) as server:
+                run_task(task, device, ray or server, on_step)
     return best_value(cfg)
 
 

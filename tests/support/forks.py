@@ -198,15 +198,11 @@ def fork_clusters() -> None:
     """Let the ranks and engines of this process be forks of it. Call it while this process has no threads."""
     from tests.support.inheriting_fork_server import InheritingForkServer
     from trainer.cluster import early_start, process_cluster
-    from trainer.config.trainer import PROCESSES
 
     process_cluster.ProcessCluster = functools.partial(
         process_cluster.ProcessCluster, fork_server=InheritingForkServer()
     )
-    started = early_start.early_start
-    early_start.early_start = lambda cfg, modules: (
-        contextlib.nullcontext() if cfg.trainer.ray_address == PROCESSES else started(cfg, modules)
-    )
+    early_start.early_fork = lambda *_: contextlib.nullcontext()
 
 
 def run_module(module: str, *arguments: str) -> None:

@@ -1,10 +1,13 @@
-"""What of a job's processes starts before the driver imports torch, so that both happen at the same time."""
+"""What of a job's processes starts before the cluster: Ray, or the process that forks ranks and engines."""
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.ray_head import RayHead
@@ -12,32 +15,54 @@ from trainer.cluster.resources import rank_environment
 from trainer.config import Config
 from trainer.config.trainer import PROCESSES
 from trainer.process.signals import SIGNALS
+from trainer.process.startup import DISPLAY_THREAD, importing
 
 Early = ForkServer | RayHead | None
 """What has been started: the process that forks the ranks, or Ray."""
 
 
 @contextmanager
-def early_start(cfg: Config, modules: Sequence[str]) -> Iterator[Early]:
-    """Begin to start the cluster of a job on CPUs of this machine; end it after the block.
-
-    Where ranks are processes without Ray, this is the process that forks them. It imports `modules` for all of them. On
-    GPUs, each rank imports by itself, with the environment variables that name its GPU.
-    """
+def early_ray(cfg: Config) -> Iterator[RayHead | None]:
+    """Begin to start Ray for a job on CPUs of this machine, while the driver imports torch. End it after the block."""
     t = cfg.trainer
     may_use_gpus = t.device == "cuda" or t.device == "auto" and os.path.exists("/proc/driver/nvidia/version")
-    if may_use_gpus or t.ray_address not in (None, PROCESSES):
+    if may_use_gpus or t.ray_address is not None:
         yield None
         return
-    early: Early = None
+    head = None
     try:
         with SIGNALS.deferred():  # its end raises, so what is to be ended is known
-            if t.ray_address is None:
-                early = RayHead.of_job(cfg, "cpu")
-            else:
-                early = ForkServer(modules, rank_environment("cpu", os.environ, t.deterministic))
-        yield early
+            head = RayHead.of_job(cfg, "cpu")
+        yield head
     finally:
-        if early is not None:
+        if head is not None:
             with SIGNALS.deferred():
-                early.close()
+                head.close()
+
+
+@contextmanager
+def early_fork(cfg: Config, device: str, modules: Sequence[str]) -> Iterator[ForkServer | None]:
+    """Start the process that forks the ranks of a job without Ray, and end it after the block.
+
+    It is a fork of this process, which imports `modules` first: they are imported once, and are in memory once. If this
+    process has threads of others, it is a new interpreter. On GPUs there is none: each rank imports by itself, with the
+    environment variables that name its GPU.
+    """
+    if device != "cpu" or cfg.trainer.ray_address != PROCESSES:
+        yield None
+        return
+    server = None
+    try:
+        forks_this = {thread.name for thread in threading.enumerate()} <= {"MainThread", DISPLAY_THREAD}
+        with importing(), suppress(Exception):  # a worker will raise it again, in its own words
+            for module in modules if forks_this else ():
+                import_module(module)
+        with SIGNALS.deferred():
+            gc.freeze()  # collections leave the memory alone that this process shares with its forks
+            server = ForkServer(modules, rank_environment(device, os.environ, cfg.trainer.deterministic), forks_this)
+        yield server
+    finally:
+        gc.unfreeze()
+        if server is not None:
+            with SIGNALS.deferred():
+                server.close()

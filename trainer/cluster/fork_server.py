@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import pickle
 import queue
@@ -31,7 +32,7 @@ from trainer.cluster.supervisor import adopt_orphans, end_all, end_descendants, 
 from trainer.cluster.worker_groups import prepare_process
 from trainer.errors import describe_error
 from trainer.process import time_limits
-from trainer.process.signals import HANDLED
+from trainer.process.signals import HANDLED, SIGNALS
 from trainer.process.startup import importing
 from trainer.process.tracing import MAIN, answer_call
 
@@ -41,7 +42,7 @@ BUILD = "<build>"
 
 
 class ForkServer:
-    """A process that forks workers: a new interpreter in its own session. A context manager.
+    """A process that forks workers, in its own session: a new interpreter or a fork of this process. A context manager.
 
     Signals to the process group of the driver, such as Ctrl-C, do not reach the fork server and the workers.
 
@@ -49,13 +50,18 @@ class ForkServer:
         preload: modules to import before the first fork. A worker imports all other modules itself, with its own
             environment.
         env: environment variables that the imports of `preload` read, to add to those of this process.
+        forks_this: fork this process, so that workers share the memory of its modules. It must have no threads but
+            those of `trainer`, and have started neither Ray nor CUDA.
     """
 
-    def __init__(self, preload: Sequence[str] = (), env: Mapping[str, str] | None = None):
+    def __init__(self, preload: Sequence[str] = (), env: Mapping[str, str] | None = None, forks_this: bool = False):
         self._lock = threading.Lock()  # a thread may replace an engine while another one starts ranks
         self._connection, remote = _pair()
         with remote:
-            self._process = self._start(remote, preload, {**os.environ, **(env or {})})
+            if forks_this:
+                self._process = self._fork(remote, preload)
+            else:
+                self._process = self._start(remote, preload, {**os.environ, **(env or {})})
 
     def _start(self, remote: Connection, preload: Sequence[str], env: Mapping[str, str]) -> psutil.Process:
         code = (
@@ -69,6 +75,19 @@ class ForkServer:
             start_new_session=True,
             env=env,
         )
+
+    def _fork(self, remote: Connection, preload: Sequence[str]) -> psutil.Process:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with SIGNALS.blocked():  # until the fork server has handlers of its own
+            if child := os.fork():
+                return psutil.Process(child)
+            try:
+                os.setsid()
+                _forget_driver(remote.fileno())
+                run_fork_server(remote.fileno(), preload)
+            finally:
+                os._exit(1)
 
     def start(self, title: str, env: Mapping[str, str], placement: Mapping[str, Any]) -> Connection:
         """Begin to fork a worker. Return the connection that it serves (see `_Host`). Its first message is its pid.
@@ -123,6 +142,23 @@ def end_tree(process: psutil.Process) -> None:
         psutil.wait_procs(processes, time_limits.PROCESS_EXIT_S)
 
 
+def _name_process(title: str) -> None:
+    """Set the name that `ps -o comm` shows."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(title)
+
+
+def _forget_driver(descriptor: int) -> None:
+    """Give up the files, the log and the handlers of the process that this one is a fork of, but for `descriptor`."""
+    _name_process("fork server")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    for name in ("", "trainer"):
+        logging.getLogger(name or None).handlers.clear()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
     """Fork a worker for each socket that the driver sends, until the driver exits. Then kill all workers.
 
@@ -141,6 +177,7 @@ def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
     for number in HANDLED:
         signal.signal(number, end if number == signal.SIGTERM else signal.SIG_IGN)
     signal_on_death_of_parent(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         with importing(), contextlib.suppress(Exception):  # a worker will raise it again, in its own words
             for module in preload:
@@ -174,14 +211,15 @@ def _run_worker(driver: Connection, fork_server: int) -> NoReturn:
         if os.getppid() == fork_server:
             driver.send(os.getpid())
             title, environment, directory, path, placement = driver.recv()
-            with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-                file.write(title)
+            _name_process(title)
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(directory)
             sys.path[:] = path  # the fork server may be older than what the driver has added
             if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # torch reads it only on import
                 sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+            if (inductor := sys.modules.get("torch._inductor.config")) is not None:  # the same
+                inductor.deterministic = environment.get("TORCHINDUCTOR_DETERMINISTIC") == "1"
             prepare_process(HOST)
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # there is no flush at the exit
             _Host(driver, placement).run()

@@ -58,7 +58,8 @@ class ProcessCluster(LocalCluster):
     Args:
         device: `cuda` or `cpu`.
         fork_server: a fork server that outlives the cluster. None: the cluster starts its own.
-        rank_server: the same for ranks on CPUs (see `early_start`). None: `fork_server` starts them, too.
+        rank_server: the same for ranks on CPUs (see `early_fork`), and for engines that preload modules. None:
+            `fork_server` starts them, too.
     """
 
     def __init__(
@@ -122,14 +123,12 @@ class ProcessCluster(LocalCluster):
     ) -> WorkerGroup:
         """Start a process for each of `args`, which hosts `factory(*args)` (see `worker_groups.Cluster`)."""
         size = gpus_per_engine(self.cfg, self.device)
+        preloaded = self._rank_server if self.cfg.engine.preload else None
+        server = preloaded or self._fork_server
         if find_gpus is not None:
-            return self._launch(
-                self._fork_server, "engine", factory, args, env, lambda engine: _gpus_of(find_gpus(engine)), []
-            )
+            return self._launch(server, "engine", factory, args, env, lambda engine: _gpus_of(find_gpus(engine)), [])
         gpus = self._allocate_gpus(size * len(args))
-        return self._launch(
-            self._fork_server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus
-        )
+        return self._launch(server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus)
 
     def release(self, group: WorkerGroup) -> None:
         """Kill the processes of the group, wait until they have exited, and free their GPUs."""

@@ -55,6 +55,9 @@ class EngineSpec:
     `trainer.deterministic`. false: a resumed run does not compare what it trains again bit for bit."""
     cpu_distribution: str | None = None
     """Distribution (the name that pip knows) of a build that cannot use GPUs."""
+    preload: tuple[str, ...] = ()
+    """Modules that its processes on CPU share with the driver and the ranks, without Ray: they are forks. None: each
+    process imports by itself, after it has its variables."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its processes."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
@@ -107,6 +110,7 @@ ENGINES: dict[str, EngineSpec] = {
     "transformers": EngineSpec(
         path="transformers",
         transports=("shared_memory", "broadcast", "ipc"),
+        preload=("trainer.generation.transformers_engine",),
         cpu_environment=_ONE_THREAD,
         deterministic_torch=True,
     ),

@@ -13,7 +13,7 @@ from trainer.metrics.names import METRICS, PHASES
 from trainer.process import time_limits
 from trainer.process.log_setup import escape
 from trainer.process.signals import SIGNALS
-from trainer.process.startup import running_stage
+from trainer.process.startup import DISPLAY_THREAD, running_stage
 from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class StartUp:
 
     def __init__(self) -> None:
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="start-up display", daemon=True)
+        self._thread = threading.Thread(target=self._show, name=DISPLAY_THREAD, daemon=True)
 
     def __enter__(self) -> StartUp:
         with SIGNALS.blocked():

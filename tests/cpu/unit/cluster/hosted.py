@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import signal
@@ -81,6 +82,14 @@ class Host:
 
     def has_imported(self, module: str) -> bool:
         return module in sys.modules
+
+    def inherited(self, descriptor: int) -> tuple[bool, set[int], object, int]:
+        """Return whether a descriptor is open, the blocked signals, the handler of SIGALRM, and how many log handlers
+        there are."""
+        names = ("", "trainer")
+        handlers = [handler for name in names for handler in logging.getLogger(name or None).handlers]
+        mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
+        return os.path.exists(f"/proc/self/fd/{descriptor}"), mask, signal.getsignal(signal.SIGALRM), len(handlers)
 
     def parent(self) -> int:
         return os.getppid()

@@ -70,7 +70,7 @@ def train(task, device, early, on_step):
         file.write(json.dumps({"step": 1, "sft/loss": 1.0, "val/loss": (lr - 0.3) ** 2}) + "\\n")
 
 trainer.jobs.run_task = train
-early_start.early_start = lambda *_: contextlib.nullcontext()
+early_start.early_ray = lambda *_: contextlib.nullcontext()
 main()
 """
 OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "trainer.policy.optimizer.lr=interval(0.1,0.9)"]
