@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
+from typing import TypeVar
 
 from trainer.cluster.fork_server import ForkServer
 from trainer.cluster.ray_head import RayHead
@@ -19,29 +19,17 @@ from trainer.process.startup import DISPLAY_THREAD, importing
 
 Early = ForkServer | RayHead | None
 """What has been started: the process that forks the ranks, or Ray."""
+_Early = TypeVar("_Early", ForkServer, RayHead)
 
 
-@contextmanager
-def early_ray(cfg: Config) -> Iterator[RayHead | None]:
+def early_ray(cfg: Config) -> AbstractContextManager[RayHead | None]:
     """Begin to start Ray for a job on CPUs of this machine, while the driver imports torch. End it after the block."""
     t = cfg.trainer
     may_use_gpus = t.device == "cuda" or t.device == "auto" and os.path.exists("/proc/driver/nvidia/version")
-    if may_use_gpus or t.ray_address is not None:
-        yield None
-        return
-    head = None
-    try:
-        with SIGNALS.deferred():  # its end raises, so what is to be ended is known
-            head = RayHead.of_job(cfg, "cpu")
-        yield head
-    finally:
-        if head is not None:
-            with SIGNALS.deferred():
-                head.close()
+    return nullcontext() if may_use_gpus or t.ray_address is not None else _ended(lambda: RayHead.of_job(cfg, "cpu"))
 
 
-@contextmanager
-def early_fork(cfg: Config, device: str, modules: Sequence[str]) -> Iterator[ForkServer | None]:
+def early_fork(cfg: Config, device: str, modules: Sequence[str]) -> AbstractContextManager[ForkServer | None]:
     """Start the process that forks the ranks of a job without Ray, and end it after the block.
 
     It is a fork of this process, which imports `modules` first: they are imported once, and are in memory once. If this
@@ -49,20 +37,23 @@ def early_fork(cfg: Config, device: str, modules: Sequence[str]) -> Iterator[For
     environment variables that name its GPU.
     """
     if device != "cpu" or cfg.trainer.ray_address != PROCESSES:
-        yield None
-        return
-    server = None
+        return nullcontext()
+    forks_this = {thread.name for thread in threading.enumerate()} <= {"MainThread", DISPLAY_THREAD}
+    with importing(), suppress(Exception):  # a worker will raise it again, in its own words
+        for module in modules if forks_this else ():
+            import_module(module)
+    deterministic = cfg.trainer.deterministic
+    return _ended(lambda: ForkServer(modules, rank_environment(device, os.environ, deterministic), forks_this))
+
+
+@contextmanager
+def _ended(start: Callable[[], _Early]) -> Iterator[_Early]:
+    early = None
     try:
-        forks_this = {thread.name for thread in threading.enumerate()} <= {"MainThread", DISPLAY_THREAD}
-        with importing(), suppress(Exception):  # a worker will raise it again, in its own words
-            for module in modules if forks_this else ():
-                import_module(module)
-        with SIGNALS.deferred():
-            gc.freeze()  # collections leave the memory alone that this process shares with its forks
-            server = ForkServer(modules, rank_environment(device, os.environ, cfg.trainer.deterministic), forks_this)
-        yield server
+        with SIGNALS.deferred():  # its end raises, so what is to be ended is known
+            early = start()
+        yield early
     finally:
-        gc.unfreeze()
-        if server is not None:
+        if early is not None:
             with SIGNALS.deferred():
-                server.close()
+                early.close()

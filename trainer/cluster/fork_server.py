@@ -79,6 +79,7 @@ class ForkServer:
     def _fork(self, remote: Connection, preload: Sequence[str]) -> psutil.Process:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        gc.freeze()  # collections leave the memory alone that this process shares with its forks
         with SIGNALS.blocked():  # until the fork server has handlers of its own
             if child := os.fork():
                 return psutil.Process(child)
@@ -92,10 +93,8 @@ class ForkServer:
     def start(self, title: str, env: Mapping[str, str], placement: Mapping[str, Any]) -> Connection:
         """Begin to fork a worker. Return the connection that it serves (see `_Host`). Its first message is its pid.
 
-        Args:
-            title: what `ps -o comm` shows.
-            env: environment variables to add to the environment of this process.
-            placement: address and id of the node, and GPU ids, as heartbeats tell them.
+        `ps -o comm` shows `title`. `env` is added to the variables of this process. `placement`, with address and id
+        of the node and the GPU ids, is what heartbeats tell.
         """
         connection, remote = _pair()
         with remote, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
@@ -114,6 +113,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the fork server, all workers and all processes that they have started. Wait until they have exited."""
+        gc.unfreeze()
         self._connection.close()
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.terminate()
@@ -160,11 +160,7 @@ def _forget_driver(descriptor: int) -> None:
 
 
 def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
-    """Fork a worker for each socket that the driver sends, until the driver exits. Then kill all workers.
-
-    Args:
-        descriptor: file descriptor of the connection to the driver.
-    """
+    """Fork a worker for each socket that the driver sends over `descriptor`, until it exits. Then kill all workers."""
 
     def end(*_: object) -> NoReturn:
         # Not SIG_IGN: Python writes an error if a signal arrives just before that.

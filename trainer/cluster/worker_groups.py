@@ -455,13 +455,10 @@ def _cause_priority(error: Exception) -> int:
 
 
 def prepare_process(address: str) -> None:
-    """Prepare this process to host a worker.
+    """Prepare this process to host a worker on the node with `address`.
 
     Failed writes to stdout or stderr do not end the process. Process groups use the network interface with `address`,
     unless the user has chosen another one.
-
-    Args:
-        address: address of this node.
     """
     guard_output()  # user functions print too
     show_messages()

@@ -51,13 +51,11 @@ class EngineSpec:
     `trainer.generation.server_protocol`; and, with `trainer.deterministic`, `repeats=True`. Engines on other machines
     get the token of the servers, which Ray does not show."""
     repeats: bool = True
-    """It gives a request the same tokens and log-probs again, to the last bit: always on CPU, on GPUs with
-    `trainer.deterministic`. false: a resumed run does not compare what it trains again bit for bit."""
+    """It gives a request the same bits again, on GPUs with `trainer.deterministic`. If not, a resume compares none."""
     cpu_distribution: str | None = None
     """Distribution (the name that pip knows) of a build that cannot use GPUs."""
     preload: tuple[str, ...] = ()
-    """Modules that its processes on CPU share with the driver and the ranks, without Ray: they are forks. None: each
-    process imports by itself, after it has its variables."""
+    """Modules that its processes on CPU share with the driver, whose forks they are."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its processes."""
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
