@@ -146,8 +146,7 @@ def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
     with StartUp():
         refuse_unread(words_given(), cfg)
-        # Takes a moment, which a refused config need not wait.
-        from trainer.cluster.early_start import early_fork, early_ray
+        from trainer.cluster.early_start import early_fork, early_ray  # a refused config does not wait for this
 
         with early_ray(cfg) as ray:
             device = prepare(cfg)
@@ -156,8 +155,7 @@ def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
                     from trainer.jobs import run_task
                     from trainer.tasks import build_task
                 task = build_task(cfg)
-                modules = (*_RANK_MODULES, *(cfg.engine.preload if cfg.task.generates else ()))
-            with early_fork(cfg, device, modules) as server:
+            with early_fork(cfg, device, _RANK_MODULES) as server:
                 run_task(task, device, ray or server, on_step)
     return best_value(cfg)
 

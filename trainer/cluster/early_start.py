@@ -32,12 +32,13 @@ def early_ray(cfg: Config) -> AbstractContextManager[RayHead | None]:
 def early_fork(cfg: Config, device: str, modules: Sequence[str]) -> AbstractContextManager[ForkServer | None]:
     """Start the process that forks the ranks of a job without Ray, and end it after the block.
 
-    It is a fork of this process, which imports `modules` first: they are imported once, and are in memory once. If this
-    process has threads of others, it is a new interpreter. On GPUs there is none: each rank imports by itself, with the
-    environment variables that name its GPU.
+    It is a fork of this process, which imports `modules` and those of the engine first: they are imported once, and are
+    in memory once. If this process has threads of others, it is a new interpreter. On GPUs there is none: each rank
+    imports by itself, with the environment variables that name its GPU.
     """
     if device != "cpu" or cfg.trainer.ray_address != PROCESSES:
         return nullcontext()
+    modules = (*modules, *cfg.engine.preload)
     forks_this = {thread.name for thread in threading.enumerate()} <= {"MainThread", DISPLAY_THREAD}
     with importing(), suppress(Exception):  # a worker will raise it again, in its own words
         for module in modules if forks_this else ():
