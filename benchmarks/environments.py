@@ -38,6 +38,7 @@ from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.routes import episode_runner
+from trainer.sources.turns import EpisodeTurns
 
 _MEAN_LENGTH = 40
 _LONGEST = 400
@@ -83,9 +84,9 @@ class _Asks:
     """See `trainer.environments.episode_runner.Asks`."""
 
     def __init__(self, engines: EnginePool):
-        self._engines = engines
+        self._engines, self.turns = engines, EpisodeTurns()
 
-    async def __call__(self, request: Request) -> Completion:
+    async def __call__(self, request: Request, turn: str) -> Completion:
         return await self._engines.complete(request)
 
     def finish(self) -> None:

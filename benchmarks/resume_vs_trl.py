@@ -176,7 +176,7 @@ class Ours(Side):
         return row["time/step"]
 
     def values(self, row: Mapping[str, Any]) -> Values:
-        return {name: value for name, value in row.items() if not name.startswith(("time/", "perf/"))}
+        return {name: value for name, value in row.items() if not name.startswith(("time/", "perf/", "journal/"))}
 
     def weights(self, out: Path) -> str:
         digest = hashlib.sha256()

@@ -124,7 +124,7 @@ def difference(before: Path, after: Path, tolerance: float) -> str:
         return "their steps differ"
     worst, found = tolerance, ""
     for old, new in zip(*rows, strict=True):
-        names = {name for name in old if not name.startswith(("time/", "perf/"))}
+        names = {name for name in old if not name.startswith(("time/", "perf/", "journal/"))}
         if before.name == "in_flight":
             names &= {"progress/prompts", "progress/samples", "progress/epoch"}
         if not names <= new.keys():

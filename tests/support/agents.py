@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tests.support.environments import first_time
+from tests.support.environments import first_time, take_effect
 from trainer.environments import AgentResult, Endpoint
 from trainer.generation.engine import Completion, Request
 from trainer.seeding import derive_seed
@@ -111,6 +111,22 @@ def chat(endpoint: Endpoint, messages: list[dict[str, Any]], **fields: Any) -> d
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{error.code} {error.read().decode()}") from error
+
+
+class Effects:
+    """Asks 40 times, and has an effect on a service after each reply."""
+
+    def __init__(self, service: str):
+        self._service = service
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> float:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        for turn in range(1, 41):
+            messages.append(chat(endpoint, messages)["choices"][0]["message"])
+            while take_effect(self._service, f"{endpoint.episode_id} {turn}", turn):
+                time.sleep(600)
+            messages.append({"role": "user", "content": str(derive_seed(messages[-1]["content"], seed) % 1000)})
+        return len(messages[-2]["content"]) % 7 / 7
 
 
 class Counted:

@@ -135,6 +135,51 @@ class Wrong:
         pass
 
 
+def take_effect(service: str, step_id: str, turn: int) -> bool:
+    """Have an effect on a service, a directory that knows ids; return whether this is to wait until it is killed.
+
+    The service refuses what it has done already. In turn 37 the caller waits, as long as there is the file `hold`.
+    """
+    if not first_time(f"{service}/done {step_id}"):
+        Path(f"{service}/refused {step_id} {os.urandom(4).hex()}").touch()
+    holds = turn == 37 and os.path.exists(f"{service}/hold")
+    if holds:
+        Path(f"{service}/waits {step_id}").touch()
+    return holds
+
+
+class Effects:
+    """Has an effect on a service in each of its 40 steps. Answers as a hash of row, seed and replies says."""
+
+    def __init__(self, service: str):
+        self._service = service
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._said: list[int | str] = [row["prompt"], seed]
+        return user(row["prompt"])
+
+    async def step(self, reply: Message, step_id: str) -> StepResult:
+        self._said.append(reply["content"])
+        turn = len(self._said) - 2
+        while take_effect(self._service, step_id, turn):
+            await asyncio.sleep(600)
+        number = derive_seed(*self._said)
+        return StepResult(user(str(number % 1000)), number % 7 / 7, turn == 40)
+
+    def close(self) -> None:
+        pass
+
+
+class SavedEffects(Effects):
+    """The same, with its state in the record: its earlier steps are not made again."""
+
+    def save(self) -> bytes:
+        return json.dumps(self._said).encode()
+
+    def load(self, state: bytes) -> None:
+        self._said = json.loads(state)
+
+
 class Hashed:
     """Answers as a hash of row, seed and replies says.
 

@@ -16,6 +16,7 @@ from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
 from trainer.generation.event_loop import EventLoop, all_of
+from trainer.sources.turns import EpisodeTurns
 
 
 class Policy:
@@ -61,9 +62,10 @@ class Asks:
 
     def __init__(self, policy: Any, left: set[Asks]):
         self._policy, self._left = policy, left
+        self.turns = EpisodeTurns()
         left.add(self)
 
-    async def __call__(self, request: Request) -> Completion:
+    async def __call__(self, request: Request, turn: str) -> Completion:
         await asyncio.sleep(0)
         return self._policy.complete(request)
 

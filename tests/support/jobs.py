@@ -109,7 +109,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what a clock measured."""
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "journal/"))} for row in rows]
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -81,7 +81,7 @@ class AgentRunner(EnvironmentRunner):
 
         async def reply(episode: AgentEpisode, turn: Turn, asked: Request) -> None:
             try:
-                episode.complete(turn, await asks(asked))
+                episode.complete(turn, await asks(asked, turn.key))
             except Exception as error:
                 failures.append(error)
                 ended.cancel()
@@ -91,7 +91,9 @@ class AgentRunner(EnvironmentRunner):
             task.add_done_callback(replies.discard)
 
         seed, begin = environment_seed(self._seed, request.group), partial(self.begin, request, submit)
-        session = AgentSession(request.prompt.row, seed, self._config.timeout_s, begin, self.server.discard)
+        session = AgentSession(
+            request.prompt.row, seed, self._config.timeout_s, begin, self.server.discard, asks.turns.key
+        )
         ended = asyncio.ensure_future(session.run(calls))
         try:
             await ended

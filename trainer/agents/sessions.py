@@ -24,6 +24,7 @@ class AgentSession:
         timeout_s: see `AgentRunner`.
         begin: returns a new episode of the endpoint.
         end: ends one.
+        episode_id: see `Endpoint`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class AgentSession:
         timeout_s: float,
         begin: Callable[[], AgentEpisode],
         end: Callable[[AgentEpisode], None],
+        episode_id: str = "",
     ):
         self.result: AgentResult | None = None
         """None: the agent has failed."""
@@ -41,7 +43,7 @@ class AgentSession:
         self.error = ""
         """What the agent has raised after a limit. Then it has not failed, but has no reward."""
         self._row, self._seed, self._timeout_s = row, seed, timeout_s
-        self._begin, self._end = begin, end
+        self._begin, self._end, self._episode_id = begin, end, episode_id
         self.episode = begin()
 
     async def run(self, calls: Calls) -> None:
@@ -72,7 +74,7 @@ class AgentSession:
     async def _attempt(self, calls: Calls, is_alone: bool) -> Any:
         """Return what the agent has returned (see `Calls.ask`). One that takes too long is ended."""
         episode = self.episode
-        endpoint = dataclasses.asdict(Endpoint(episode.base_url, episode.secret, episode.rules.model))
+        endpoint = dataclasses.asdict(Endpoint(episode.base_url, episode.secret, episode.rules.model, self._episode_id))
         call = Call(
             [0, "run", self._row, self._seed, endpoint],
             "agent",

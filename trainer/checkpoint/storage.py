@@ -34,7 +34,9 @@ T = TypeVar("T")
 _GUARD_ATTEMPTS = 10
 JOURNAL = ".journal"
 """The directory of the records of rollouts."""
-_RECORDS = re.compile(r"step_(0|[1-9][0-9]{0,17})-([1-9][0-9]{0,18})-[0-9a-f]{32}\.arrow")
+TURNS = ".turns"
+"""The end of a file with turns of episodes; one of whole episodes ends with `.arrow`."""
+_RECORDS = re.compile(r"step_(0|[1-9][0-9]{0,17})-([1-9][0-9]{0,18})-[0-9a-f]{32}\.(?:arrow|turns)")
 
 
 class StoreError(UserError, OSError):

@@ -37,6 +37,8 @@ class StepResult:
 
 METHODS = {"reset": ("row", "seed"), "step": ("reply",), "close": ()}
 """The methods of an environment, and what they get."""
+_STATE_METHODS = {"save": (), "load": ("state",)}
+"""Methods that an environment may have besides."""
 _AGENT_METHODS = {"run": ("row", "seed", "endpoint")}
 
 
@@ -44,9 +46,12 @@ class Environment(Protocol):
     """What answers the policy in one episode. It is made for each episode, in a process of the sandbox.
 
     Its answers must be a function of row, seed and replies: an environment that is lost is made again, and gets the
-    same replies. Each method may be `async`; then a process runs many environments at the same time. So it does where
-    the class has an attribute `thread_safe = True`, or a class method of that name that says so of
-    `environment.kwargs`: methods run in threads, one call of an environment at a time.
+    same replies. One that has `save() -> bytes` and `load(state: bytes)` need not: it saves itself after each step, and
+    a new one loads that. `reset` and `step` may have a parameter `step_id` (see `takes_step_id`).
+
+    Each method may be `async`; then a process runs many environments at the same time. So it does where the class has
+    an attribute `thread_safe = True`, or a class method of that name that says so of `environment.kwargs`: methods run
+    in threads, one call of an environment at a time.
 
     A class with an attribute `players`, a tuple of names, lets the policy play against itself. Each player has a chat
     of its own, which gives a sample with the player's reward.
@@ -85,6 +90,18 @@ def players_of(kind: Any) -> tuple[str, ...]:
     return players
 
 
+def takes_step_id(method: Callable[..., Any]) -> bool:
+    """Return whether `reset` or `step` has a parameter `step_id`.
+
+    It gets an id of the call: the same for the same episode and replies, also after a kill, so that a service can
+    refuse what it has done already.
+    """
+    try:
+        return "step_id" in inspect.signature(method).parameters
+    except ValueError:  # some functions in C have no signature
+        return False
+
+
 def find_environment(name: str) -> Callable[..., Environment]:
     """Return the class, or the function that makes an environment, at the import path `environment.name`.
 
@@ -101,8 +118,14 @@ def find_environment(name: str) -> Callable[..., Environment]:
             f"environment.name={name}: the class has no method `{missing[0]}`; an environment has the methods "
             f"{', '.join(METHODS)} (docs/environments.md), and an agent has `run` alone (docs/agents.md)"
         )
-    for method, arguments in (_AGENT_METHODS if agent else METHODS).items():
-        if problem := problem_of_method(kind, method, arguments):
+    saves = {method: hasattr(kind, method) for method in _STATE_METHODS if inspect.isclass(kind) and not agent}
+    if len({*saves.values()}) > 1:
+        lacking = next(method for method, is_there in saves.items() if not is_there)
+        raise UserError(f"environment.name={name}: the class can save or load its state alone; write `{lacking}`, too")
+    methods = _AGENT_METHODS if agent else METHODS | (_STATE_METHODS if any(saves.values()) else {})
+    for method, arguments in methods.items():
+        more = ("step_id",) if method in ("reset", "step") and takes_step_id(getattr(kind, method, len)) else ()
+        if problem := problem_of_method(kind, method, (*arguments, *more)):
             raise UserError(f"environment.name={name}: {problem}")
     try:
         players_of(kind)
@@ -154,6 +177,8 @@ class Endpoint:
     """For clients that want one. The endpoint accepts any key."""
     model: str
     """Name of the policy in requests; that of a player is `<model>:<player>`."""
+    episode_id: str = ""
+    """The same for the same episode after a kill, so that a service can refuse what it has done already."""
 
     @property
     def variables(self) -> dict[str, str]:

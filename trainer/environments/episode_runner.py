@@ -15,7 +15,7 @@ from trainer.config import Config
 from trainer.data.chats import check_generation_prompt
 from trainer.data.datasets import Prompt
 from trainer.data.tokens import TextTooLong, max_characters, reply_text
-from trainer.environments.base import Message
+from trainer.environments.base import Message, StepResult
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.environments.template_tools import find_reader
@@ -25,10 +25,29 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.seeding import environment_seed, request_seed
 
 
+class Turns(Protocol):
+    """The turns of one episode, as the journal has them (see `trainer.sources.turns.EpisodeTurns`)."""
+
+    key: str
+    """Names the episode, also after a kill."""
+
+    def recorded_answer(self, number: int) -> tuple[StepResult, str | None] | None: ...
+
+    def add_answer(self, number: int, answer: StepResult, state: str | None) -> None: ...
+
+
 class Asks(Protocol):
     """How one episode asks for completions."""
 
-    async def __call__(self, request: Request) -> Completion: ...
+    turns: Turns
+
+    async def __call__(self, request: Request, turn: str) -> Completion:
+        """Return a completion, or the one that was recorded.
+
+        Args:
+            turn: names the request within the episode; the same in another attempt.
+        """
+        ...
 
     def finish(self) -> None:
         """Note that the episode will ask for no more. A runner that cannot tell this early need not call it."""
@@ -82,7 +101,7 @@ class SingleTurnRunner(EpisodeRunner):
         if self._last[0] is not prompt:  # one array for all requests of a prompt: it is pickled once
             self._last = prompt, np.asarray(prompt.token_ids, np.int32)
         ids = self._last[1]
-        completion = await asks(_request(request, ids, self._seed))
+        completion = await asks(_request(request, ids, self._seed), "0")
         asks.finish()
         text = reply_text(self._tokenizer, completion.token_ids.tolist(), completion.finish_reason == "stop")
         return Episode(
@@ -99,8 +118,10 @@ class SingleTurnRunner(EpisodeRunner):
 class RunningEpisode(Session):
     """An episode with an environment, while it runs."""
 
-    def __init__(self, request: RolloutRequest, run_seed: int):
-        super().__init__(request.prompt.row, environment_seed(run_seed, request.group))
+    def __init__(self, request: RolloutRequest, run_seed: int, turns: Turns):
+        super().__init__(
+            request.prompt.row, environment_seed(run_seed, request.group), turns.key, turns.recorded_answer
+        )
         self.request = request
         self.conversations: dict[str, Conversation] = {}
         """Of each player that has been asked."""
@@ -159,20 +180,26 @@ class EnvironmentRunner(EpisodeRunner):
             yield calls
 
     async def run(self, request: RolloutRequest, asks: Asks, together: Any) -> Episode:
-        episode = RunningEpisode(request, self._seed)
+        episode = RunningEpisode(request, self._seed, asks.turns)
         try:
-            await episode.answer(together)
-            self._continue(episode)
+            await self._next_answer(episode, asks, together)
             while not episode.ended:
-                episode.take_reply(await asks(self._next_request(episode)))
+                turn = str(len(episode.replies))
+                episode.take_reply(await asks(self._next_request(episode), turn))
                 if episode.was_cut or len(episode.replies) == self._config.max_turns:
                     asks.finish()  # whatever the environment answers
-                await episode.answer(together)
-                self._continue(episode)
+                await self._next_answer(episode, asks, together)
         finally:
             episode.fail("failed", "was stopped")  # if it has not ended
             together.begin(episode.close(together))
         return self._ended(episode)
+
+    async def _next_answer(self, episode: RunningEpisode, asks: Asks, together: Any) -> None:
+        """Let the environment answer, record that, and add it to the conversation."""
+        await episode.answer(together)
+        if len(episode.steps) > len(episode.replies):
+            asks.turns.add_answer(len(episode.replies), episode.steps[-1], episode.state)
+        self._continue(episode)
 
     def _next_request(self, episode: RunningEpisode) -> Request:
         prompt = episode.conversation.token_ids

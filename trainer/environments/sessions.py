@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import xxhash
 
 from trainer.config import EnvironmentConfig
 from trainer.environments.base import Message, StepResult
@@ -25,13 +28,30 @@ _NUMBERS = itertools.count()
 
 
 class Session:
-    """The environment of one episode on the driver: the calls and the answers so far."""
+    """The environment of one episode on the driver: the calls and the answers so far.
+
+    Args:
+        key: names the episode, also after a kill: the ids of its steps are digests of it and of the replies.
+        recorded: returns the answer to a call by its number, and the state of the environment after it; None: the
+            journal does not have both.
+    """
 
     most_attempts = MAX_ATTEMPTS
 
-    def __init__(self, row: Mapping[str, Any], seed: int):
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        key: str = "",
+        recorded: Callable[[int], tuple[StepResult, str | None] | None] = lambda number: None,
+    ):
         self.row = row
         self.seed = seed
+        self.state: str | None = None
+        """What the environment has saved after the last step, if it can save itself."""
+        self._key = key
+        self._step_ids: list[str] = []
+        self._recorded = recorded
         self.replies: list[Message] = []
         """The replies of the policy."""
         self.steps: list[StepResult] = []
@@ -48,7 +68,8 @@ class Session:
         """Calls that have failed."""
         self.worker: Any = None
         """The process that has the environment."""
-        self._answered = 0  # calls that the present environment has answered
+        self._answered = 0  # calls that the present environment has answered, or the one whose state is loaded
+        self._is_stored = True  # it is not made: its recorded answers are enough so far, and its state
         self._number = next(_NUMBERS)  # its name in messages to the process
 
     async def answer(self, calls: Calls) -> None:
@@ -59,8 +80,11 @@ class Session:
         """
         is_alone = False
         while not self.ended and self._answered <= len(self.replies):
-            method = "step" if self._answered else "reset"
-            given = [self.replies[self._answered - 1]] if self._answered else [self.row, self.seed]
+            if self._is_stored and (recorded := self._recorded(self._answered)) is not None:
+                self._accept(*recorded)
+                self._answered += 1
+                continue
+            method, given = self._next_call()
             call = self._call(method, given, is_alone)
             try:
                 value = await calls.ask(call)
@@ -68,15 +92,38 @@ class Session:
                 self.worker = call.worker  # it may have the environment, which `close` ends there
                 raise
             except CallLost as lost:
-                is_alone, self._answered, self.worker = is_alone or lost.is_suspect, 0, None
+                is_alone, self.worker = is_alone or lost.is_suspect, None
+                self._lose()
             except CallFailed as failed:
-                self._answered, self.worker = 0, None if failed.status == "died" else call.worker
+                self.worker = None if failed.status == "died" else call.worker
+                self._lose()
                 self.failures += 1
                 if self.failures >= self.most_attempts:
                     self.fail(failed.status, f"{method} {failed.reason}")
             else:
-                self.worker = call.worker
-                self._take(value)
+                self.worker, self._is_stored = call.worker, False
+                if method != "load":
+                    self._take(value)
+
+    def _next_call(self) -> tuple[str, list[Any]]:
+        """Return the next call of the present environment. A new one loads what the one before has saved."""
+        if self._is_stored and self.state is not None:
+            return "load", [self.state]
+        if not self._answered:
+            return "reset", [self.row, self.seed, self._step_id(0)]
+        return "step", [self.replies[self._answered - 1], self._step_id(self._answered)]
+
+    def _lose(self) -> None:
+        """A new environment must take the place of the present one."""
+        self._is_stored = self.state is not None
+        self._answered = len(self.steps) if self._is_stored else 0
+
+    def _step_id(self, number: int) -> str:
+        """Return the id of a call: the same for the same episode and replies, in any process."""
+        while len(self._step_ids) <= number:
+            before = [self._step_ids[-1], self.replies[len(self._step_ids) - 1]] if self._step_ids else [self._key]
+            self._step_ids.append(xxhash.xxh3_128_hexdigest(json.dumps(before).encode()))
+        return self._step_ids[number]
 
     async def close(self, calls: Calls) -> None:
         """Close the environment."""
@@ -107,13 +154,14 @@ class Session:
                 "metrics": dict(metrics),
                 "player": str(player),
                 "player_rewards": dict(player_rewards),
+                "state": str() | None as state,
             }:
                 step = StepResult(messages, reward, done, rewards, metrics, player, player_rewards)
             case _:
                 self.fail("failed", "has written into the pipe of its process")
                 return
         if self._answered == len(self.steps):
-            self.steps.append(step)
+            self._accept(step, state)
         elif step != self.steps[self._answered]:
             self.fail(
                 "failed",
@@ -121,10 +169,15 @@ class Session:
                 "of row, seed and replies",
                 by_policy=False,
             )
+        self._answered += 1
+
+    def _accept(self, step: StepResult, state: str | None) -> None:
+        """Add an answer that was not given before."""
+        self.steps.append(step)
+        self.state = state
         for reward in (self.reward_of(player) for player in {one.player for one in self.steps if not one.done}):
             if not abs(reward) <= LARGEST_REWARD:
                 self.fail("failed", f"gave rewards that add up to {reward:g}, beyond {LARGEST_REWARD:g}")
-        self._answered += 1
 
     def reward_of(self, player: str) -> float:
         """Return what the steps gave a player for its replies, with their named terms, and beyond that."""

@@ -54,6 +54,9 @@ class ToolEnvironment:
     """The system message, with `{tools}` in place of the schemas of the tools. Empty: none, for a policy that knows the
     tools already."""
 
+    call_id = ""
+    """Names the call under way, the same after a kill: a service can refuse what it has done already."""
+
     def prompt(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         """Return the question of a row: its `prompt`, unless a class says otherwise."""
         return row["prompt"]
@@ -71,7 +74,7 @@ class ToolEnvironment:
             return messages
         return with_tools(messages, [tool_schema(tool) for tool in self.tools], self.instructions)
 
-    async def step(self, reply: Message) -> StepResult:
+    async def step(self, reply: Message, step_id: str = "") -> StepResult:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
         read = [call["function"] for call in reply.get("tool_calls") or []]  # by a renderer
         calls = [*map(json.dumps, read), *CALL.findall(reply["content"])]
@@ -84,7 +87,10 @@ class ToolEnvironment:
             score = self.score(reply["content"].strip(), self._row)
             given: dict[str, Any] = {"rewards": score} if isinstance(score, Mapping) else {"reward": score}
             return StepResult(done=True, metrics=count, **given)
-        answers = [await self._call(call, count) for call in calls[:MAX_TOOL_CALLS]]
+        answers = []
+        for number, call in enumerate(calls[:MAX_TOOL_CALLS]):
+            self.call_id = f"{step_id}-{number}"
+            answers.append(await self._call(call, count))
         if len(calls) > MAX_TOOL_CALLS:
             answers.append(f"Error: {len(calls)} calls; only the first {MAX_TOOL_CALLS} of a reply are made")
             count["tool_errors"] += len(calls) - MAX_TOOL_CALLS

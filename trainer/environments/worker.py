@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.environments.base import METHODS, AgentResult, Endpoint, StepResult, find_environment, players_of
+from trainer.environments.base import (
+    METHODS,
+    AgentResult,
+    Endpoint,
+    StepResult,
+    find_environment,
+    players_of,
+    takes_step_id,
+)
 from trainer.errors import one_line
 from trainer.files.documents import nests_deeply
 from trainer.import_utils import is_agent
 from trainer.rewards.parsing import read_number, read_terms
-from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES
+from trainer.sandbox.limits import MAX_MESSAGE_EXTRAS, MAX_MESSAGES, MAX_STATE
 from trainer.sandbox.worker import Handler, UserThreads, line_of
 
 RESERVED = frozenset(("turns", "tokens"))
@@ -25,7 +35,7 @@ RESERVED = frozenset(("turns", "tokens"))
 
 def largest_message(most_characters: int) -> int:
     """Return the number of bytes of the largest answer of a process: in JSON a character takes up to 12."""
-    return 12 * most_characters + 2 * MAX_MESSAGE_EXTRAS
+    return 12 * most_characters + 2 * MAX_MESSAGE_EXTRAS + 2 * MAX_STATE
 
 
 def reach_without_proxy(*hosts: str) -> None:
@@ -72,8 +82,9 @@ class _NotMadeError(Exception):
 class EnvironmentHandler(Handler):
     """Makes the calls `[number, method, *arguments]` of environments and agents. Each episode has a number.
 
-    The methods of an environment are `reset` (with row and seed), `step` (with a message) and `close`. The first two
-    return the fields of a `StepResult`. The method of an agent is `run` (with row, seed and the fields of an
+    The methods of an environment are `reset` (with row and seed) and `step` (with a message), both with an id at the
+    end, `load` (with what `save` has returned) and `close`. The first two return the fields of a `StepResult`, and what
+    the environment has saved. The method of an agent is `run` (with row, seed and the fields of an
     `Endpoint`), which returns the fields of an `AgentResult`. Methods that are not `async` run in a thread: several at
     a time for agents, and for environments whose class is `thread_safe`.
     """
@@ -116,17 +127,27 @@ class EnvironmentHandler(Handler):
         if method == "close":
             await self._close(number)
             return {}
-        if method == "reset":
+        if method in ("reset", "load"):
             with contextlib.suppress(Exception):  # the one before has failed, and this one takes its place
                 await self._close(number)
             self._environments[number] = await self._run(self._make)
         environment = self._environments[number]
         try:
-            value = await self._run(getattr(environment, method), *arguments)
+            return await self._ask(environment, method, arguments)
         except asyncio.CancelledError:  # perhaps a thread still has it
             self._environments.pop(number, None)
             raise
-        with checks_value(getattr(environment, method)):
+
+    async def _ask(self, environment: Any, method: str, arguments: list[Any]) -> dict[str, Any]:
+        """Return the answer of an environment, and its state after it if it can save itself."""
+        function = getattr(environment, method)
+        if method == "load":
+            await self._run(function, base64.b64decode(arguments[0]))
+            return {}
+        count = len(METHODS[method])
+        with_id = partial(function, step_id=arguments[count]) if takes_step_id(function) else function
+        value = await self._run(with_id, *arguments[:count])
+        with checks_value(function):
             if method == "reset" and not (self._players and hasattr(value, "messages")):
                 value = StepResult(_messages(value), player=self._players[0] if self._players else "")
             result = _step(value)
@@ -134,6 +155,13 @@ class EnvironmentHandler(Handler):
             if method == "reset" and result["done"]:
                 raise ValueError("the episode is done before the policy has replied")
         _cut(result["messages"], self._most_characters)
+        result["state"] = None
+        if hasattr(environment, "save") and not result["done"]:
+            state = await self._run(environment.save)
+            with checks_value(environment.save):
+                if not isinstance(state, bytes) or len(state) > MAX_STATE:
+                    raise TypeError(f"it must be at most {MAX_STATE:,} bytes, not {type(state).__name__}")
+            result["state"] = base64.b64encode(state).decode()
         return result
 
     async def _run_agent(self, row: Mapping[str, Any], seed: int, endpoint: dict[str, str]) -> dict[str, Any]:
@@ -156,7 +184,7 @@ class EnvironmentHandler(Handler):
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what user code returns."""
-        if inspect.iscoroutinefunction(function):
+        if inspect.iscoroutinefunction(function.func if isinstance(function, partial) else function):
             return await function(*arguments)
         try:
             return await self._threads.run(function, *arguments)

@@ -20,7 +20,7 @@ _STAGED = ".tmp"
 
 
 class RecordFiles:
-    """Files that are written once and never changed: `step_N-<number>-<xxh3-128 of the content>.arrow`.
+    """Files that are written once and never changed: `step_N-<number>-<xxh3-128 of the content>.arrow` or `.turns`.
 
     A newer file has a higher number: one more than the highest that is there, or the time in nanoseconds if that is
     higher. Files of a store are brought to the disk at a start, to be read.
@@ -44,7 +44,7 @@ class RecordFiles:
         """Return the steps of the files, by name; the oldest file comes first."""
         return records_in(self._storage.names(JOURNAL))
 
-    def write(self, step: int, data: bytes) -> None:
+    def write(self, step: int, data: bytes, suffix: str = ".arrow") -> None:
         """Write a durable file.
 
         Raises:
@@ -53,7 +53,7 @@ class RecordFiles:
         """
         self._newest = max(self._newest + 1, time.time_ns())
         self._fence()
-        self._storage.put(f"{JOURNAL}/step_{step}-{self._newest}-{digest_bytes(data)}.arrow", data)
+        self._storage.put(f"{JOURNAL}/step_{step}-{self._newest}-{digest_bytes(data)}{suffix}", data)
         if not self._is_durable:
             sync_path(self._storage.root)
             self._is_durable = True
@@ -98,7 +98,7 @@ class RecordFiles:
             OSError: it cannot be read.
         """
         data = read_file(os.path.join(self.directory, name))
-        if not name.endswith(f"-{digest_bytes(data)}.arrow"):
+        if not os.path.splitext(name)[0].endswith(f"-{digest_bytes(data)}"):
             raise ValueError("its content does not agree with its name")
         return data
 

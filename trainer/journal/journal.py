@@ -15,6 +15,7 @@ from trainer.errors import UserError, describe_error, one_line
 from trainer.journal.files import RecordFiles
 from trainer.journal.history import Identity, after, digest
 from trainer.journal.replay import Replay
+from trainer.journal.turns import TurnRecord
 from trainer.journal.writer import Writer
 from trainer.process import time_limits
 
@@ -164,7 +165,12 @@ class Journal:
         return digest(self._of(history), self._settings.rollouts, step, *decides)
 
     def add(
-        self, step: int, groups: Mapping[str, Sequence[Episode]], history: str | None = None, version: int | None = None
+        self,
+        step: int,
+        groups: Mapping[str, Sequence[Episode]],
+        history: str | None = None,
+        version: int | None = None,
+        turns: Sequence[TurnRecord] = (),
     ) -> None:
         """Begin to write finished episodes or groups, by key. They appear in one file, so all of them are kept or none.
 
@@ -173,12 +179,13 @@ class Journal:
             history: of the weights that sampled them; in flight, of the newest ones that may have. None: of those of
                 now.
             version: of these weights, in flight.
+            turns: of episodes that still run.
         """
-        if self.is_on and groups:
+        if self.is_on and (groups or turns):
             about = {"history": self._of(history), "config": self._settings.rollouts}
             if version is not None:
                 about["version"] = str(version)
-            self._writer.add(step, groups, about)
+            self._writer.add(step, groups, about, turns)
 
     def flush(self) -> None:
         """Begin to write what waits for more groups: none will come soon."""

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.checkpoint.storage import TURNS
 from trainer.data.records import decode_groups, key_of_group, keys_in
 from trainer.episodes import Episode
 from trainer.errors import one_line
 from trainer.journal.files import RecordFiles
+from trainer.journal.turns import TurnRecord, decode_turns
 
 LOG = logging.getLogger(__name__)
 
@@ -44,8 +46,14 @@ class Replay:
         self._used: set[str] = set()
         self._found = self._generated = self._reached = 0
         self._has_all: dict[int, bool] = {}
+        self._turn_files = {name: step for name, step in names.items() if name.endswith(TURNS)}
+        """Those that are not read yet."""
+        self._turns: dict[str, tuple[int, list[TurnRecord]]] = {}
+        """Those that were read and not taken, with the step of the last one, by the keys of their episodes."""
+        self._replies = 0
         for name, step in names.items():
-            self._index(name, step)
+            if name not in self._turn_files:
+                self._index(name, step)
 
     def _index(self, name: str, step: int) -> None:
         try:
@@ -99,6 +107,39 @@ class Replay:
             return self._has_all.get(step, False)
 
     # ---------------------------------------------------------------------------------------------------
+    # Turns
+
+    def take_turns(self, step: int | None, key: str) -> list[TurnRecord]:
+        """Return the turns that were recorded of an episode of a step, in their order, and forget them.
+
+        Args:
+            step: None: that of the record is not known.
+        """
+        with self._lock:
+            self._read_turns(step)
+            return self._turns.pop(key, (0, []))[1]
+
+    def note_replies(self, count: int) -> None:
+        """Note that recorded replies of episodes that had not ended were used."""
+        with self._lock:
+            self._replies += count
+
+    def _read_turns(self, step: int | None) -> None:
+        for name in [name for name, of in self._turn_files.items() if step is None or of == step]:
+            of = self._turn_files.pop(name)
+            try:
+                records = decode_turns(self._files.read(name))
+            except FileNotFoundError:  # deleted since, by a commit
+                continue
+            except (OSError, ValueError) as error:
+                self._note_damage(name, error)
+                continue
+            for record in records:
+                turns = self._turns.get(record.key, (of, []))[1]
+                turns.append(record)
+                self._turns[record.key] = of, turns
+
+    # ---------------------------------------------------------------------------------------------------
     # Groups in flight
 
     def candidates(self, key: str) -> list[tuple[int, str]]:
@@ -112,10 +153,12 @@ class Replay:
             return list(dict.fromkeys(one for one in sampled_by if one is not None))
 
     def oldest_version(self) -> int | None:
-        """Return the oldest version that a record names of a group that was sampled in flight; None: there is none."""
+        """Return the oldest version that a record names of what was sampled in flight; None: there is none."""
         with self._lock:
-            records = (record for of in self._records.values() for record in of)
-            return min((record.sampled_by[0] for record in records if record.sampled_by is not None), default=None)
+            self._read_turns(None)
+            of_groups = [record.sampled_by for of in self._records.values() for record in of]
+            of_turns = [record.sampled_by for _, of in self._turns.values() for record in of]
+            return min((one[0] for one in (*of_groups, *of_turns) if one is not None), default=None)
 
     def take(self, key: str, version: int, history: str) -> list[Episode] | None:
         """Return one of the `candidates`. None: its record is damaged, or it is too old by now."""
@@ -145,6 +188,8 @@ class Replay:
             self._has_all = {of: has_all for of, has_all in self._has_all.items() if of >= step}
             kept = {key: [one for one in of if one.step >= step] for key, of in self._records.items()}
             self._records = {key: of for key, of in kept.items() if of}
+            self._turn_files = {name: of for name, of in self._turn_files.items() if of >= step}
+            self._turns = {key: (of, turns) for key, (of, turns) in self._turns.items() if of >= step}
             if not self._is_within(step):
                 self.close()
 
@@ -155,14 +200,15 @@ class Replay:
                 return
             unused = sum(group not in self._used and step <= self._reached for group, step in self._groups.items())
             LOG.info(
-                "rollout.journal: of steps %d to %d, %d groups came from the journal and %d were generated%s",
+                "rollout.journal: of steps %d to %d, %d groups came from the journal and %d were generated%s%s",
                 self._steps[0],
                 self._steps[-1],
                 self._found,
                 self._generated,
+                f", with {self._replies} recorded replies" if self._replies else "",
                 f"; not used: {unused} of another config, code, history or prompt" if unused else "",
             )
-            self._steps, self._records = [], {}
+            self._steps, self._records, self._turn_files, self._turns = [], {}, {}, {}
             self._files.forget()
 
     def _is_within(self, step: int) -> bool:

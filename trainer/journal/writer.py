@@ -8,20 +8,22 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from trainer.checkpoint.storage import TURNS
 from trainer.data.records import encode_groups
 from trainer.episodes import Episode
 from trainer.errors import UserError, describe_error, one_line
 from trainer.journal.files import RecordFiles, is_full
+from trainer.journal.turns import TurnRecord, encode_turns
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
-_SHARE = 0.01
+_SHARE, _SHARE_OF_TURNS = 0.01, 0.002
 """Of the time since a step got its first record: so much may go by before the next file. Episodes that take half an
-hour would else give thousands of files."""
+hour would else give thousands of files. Less for turns, of which a kill should cost one."""
 
 
 @dataclass
@@ -31,7 +33,9 @@ class _Batch:
     step: int
     about: Mapping[str, str]
     """Metadata of the file."""
-    groups: dict[str, Sequence[Episode]]
+    groups: dict[str, Sequence[Episode]] = field(default_factory=dict)
+    turns: list[TurnRecord] = field(default_factory=list)
+    """Of episodes that still run. They go into a file of their own."""
 
 
 class Writer:
@@ -43,12 +47,15 @@ class Writer:
 
     def __init__(self, files: RecordFiles):
         self._files = files
+        self.turn_bytes = 0
+        """Of all turns that were written."""
         self._condition = threading.Condition()
         self._queue: list[_Batch] = []
         self._added = 0  # batches that were ever queued
         self._written = 0
         self._is_urgent = False
         self._begun: dict[int, float] = {}  # when each step got its first record since the last flush
+        self._has_turns = False
         self._is_stopped = False
         self._is_told = False  # that nothing is recorded
         self._retry_at = -math.inf
@@ -56,19 +63,26 @@ class Writer:
         self._lost: UserError | None = None
         self._thread: threading.Thread | None = None
 
-    def add(self, step: int, groups: Mapping[str, Sequence[Episode]], about: dict[str, str]) -> None:
+    def add(
+        self,
+        step: int,
+        groups: Mapping[str, Sequence[Episode]],
+        about: dict[str, str],
+        turns: Sequence[TurnRecord] = (),
+    ) -> None:
         with self._condition:
             if self._is_stopped or self._is_closed:
                 return
-            # Steps may take turns: the next one is sampled while the one before it is evaluated.
-            waiting = [one for one in self._queue if (one.step, one.about) == (step, about)]
-            if waiting:
-                waiting[-1].groups.update(groups)
-            else:
+            # Steps may alternate: the next one is sampled while the one before it is evaluated.
+            batch = next((one for one in self._queue if (one.step, one.about) == (step, about)), None)
+            if batch is None:
                 self._begun.setdefault(step, time.monotonic())
-                self._queue.append(_Batch(step, about, dict(groups)))
+                self._queue.append(batch := _Batch(step, about))
                 self._added += 1
-            self._begin()
+                self._begin()
+            batch.groups.update(groups)
+            batch.turns += turns
+            self._has_turns = self._has_turns or bool(turns)
 
     def flush(self) -> None:
         """Let the thread write without waiting for more groups."""
@@ -158,14 +172,20 @@ class Writer:
         """Return how long the next file may wait for more."""
         now = time.monotonic()
         begun = min((self._begun.get(batch.step, now) for batch in self._queue), default=now)
-        return max(time_limits.JOURNAL_FLUSH_S, _SHARE * (now - begun))
+        share = _SHARE_OF_TURNS if self._has_turns else _SHARE
+        return max(time_limits.JOURNAL_FLUSH_S, share * (now - begun))
 
     def _write(self, batch: _Batch) -> None:
         if self._is_stopped:
             return
         try:
             with TRACER.span("write rollouts", "journal", groups=len(batch.groups)):
-                self._files.write(batch.step, encode_groups(batch.step, batch.groups, batch.about))
+                if batch.turns:
+                    data = encode_turns(batch.turns, batch.about)
+                    self._files.write(batch.step, data, TURNS)
+                    self.turn_bytes += len(data)
+                if batch.groups:
+                    self._files.write(batch.step, encode_groups(batch.step, batch.groups, batch.about))
         except OSError as error:  # also of a store, whose errors are for users, too
             with self._condition:
                 self._stop(one_line(str(error)), is_full(error))

@@ -75,9 +75,7 @@ METRICS: dict[str, Metric] = {
         "share",
     ),
     "data/<name>/failures": Metric("Completions for the source whose reward or environment failed.", "completions"),
-    "data/<name>/response_length/mean": Metric(
-        "Mean number of tokens that the policy sampled for the source.", "tokens"
-    ),
+    "data/<name>/response_length/mean": Metric("Mean tokens that the policy sampled for the source.", "tokens"),
     "data/<name>/episode/<metric>/mean": Metric(
         "Of a source with an environment: `episode/<name>/mean`, `episode/turns/mean` and `episode/tokens/mean`.", "1"
     ),
@@ -183,6 +181,8 @@ METRICS: dict[str, Metric] = {
         "s",
     ),
     "time/journal": Metric("Waiting until the step's rollouts are on the disk.", "s"),
+    "journal/replies_sampled": Metric("Replies that the engines gave for the step.", "replies"),
+    "journal/replies_recorded": Metric("Replies of the step that came from the journal, after a kill.", "replies"),
     "time/checkpoint_blocked": Metric("Time that training waited for a checkpoint.", "s"),
     "perf/tokens_per_s": Metric("Prompt and completion tokens trained on, divided by `time/step`.", "tokens/s"),
     "perf/samples_per_s": Metric("Completions of the step, divided by `time/step`.", "completions/s"),

@@ -109,7 +109,7 @@ class ReplayAudit:
 def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolerance: float) -> str | None:
     """Return the first metric, by name, that differs by more than `tolerance`. Measured times are not compared."""
     for name in sorted(set(logged) & set(now)):
-        if name.startswith(("time/", "perf/")) or name == "step":
+        if name.startswith(("time/", "perf/", "journal/")) or name == "step":
             continue
         before, after = logged[name], float(now[name])
         after_or_none = after if math.isfinite(after) else None

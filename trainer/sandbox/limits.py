@@ -45,5 +45,7 @@ MAX_MESSAGES = 1024
 """Messages of one step of an environment."""
 MAX_MESSAGE_EXTRAS = 1 << 20
 """Characters of all that the messages of a step hold besides their contents, as JSON."""
+MAX_STATE = 1 << 20
+"""Bytes of what an environment saves after a step."""
 MAX_TOOL_CALLS = 64
 """Calls of one reply that are made."""

@@ -28,6 +28,7 @@ from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
 from trainer.generation.engine import RunningRequests
 from trainer.generation.event_loop import Changes
+from trainer.journal.turns import TurnRecord
 from trainer.metrics.timing import Timer
 from trainer.process.failpoints import failpoint
 from trainer.sources.episode_metrics import mean_versions
@@ -219,9 +220,27 @@ class _RecordInFlight(GroupRecord):
         return {}
 
     def _record(self, records: Mapping[str, Sequence[Episode]]) -> None:
+        self._add_records(records)
+
+    def _add_records(self, records: Mapping[str, Sequence[Episode]], turns: Sequence[TurnRecord] = ()) -> None:
         version, history = self._source.histories.newest  # the engines never have newer weights than that
         self._flying.sampled_by.append(version)
-        self.journal.add(self._flying.last_step, records, history, version)
+        self.journal.add(self._flying.last_step, records, history, version, turns)
+
+    def _take_turns(self, key: str) -> Sequence[TurnRecord]:
+        turns = self.journal.replay.take_turns(None, key)
+        self._flying.sampled_by += {turn.sampled_by[0] for turn in turns if turn.sampled_by is not None}
+        return turns
+
+    def _record_turn(self, turn: TurnRecord) -> None:
+        self._add_records({}, [turn])
+
+    async def _is_valid(self, turn: TurnRecord) -> bool:
+        if turn.sampled_by is None:
+            return False
+        histories = self._source.histories
+        await self._source.changes.until(lambda: histories.newest[0] >= turn.sampled_by[0] or self._flying.is_needed)
+        return histories.includes(*turn.sampled_by)
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -378,6 +397,9 @@ class InFlightSource(SamplingSource):
         self._used += numbers
         failpoint("in_flight:taken")
         taken = [self._flying[number] for number in numbers]
+        for flying in taken:
+            for group in flying.groups:
+                step.replies.update(group.replies)
         self._judge(taken, step.step)
         return [flying.task.result() for flying in taken]
 

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,11 +23,13 @@ from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.event_loop import EventLoop, all_of
 from trainer.journal.journal import Journal
+from trainer.journal.turns import TurnRecord
 from trainer.process import time_limits
 from trainer.process.signals import CONTINUES
 from trainer.rewards.scorer import Scoring
 from trainer.rewards.terms import RewardInput
 from trainer.sources.routes import Route
+from trainer.sources.turns import EpisodeTurns
 
 LOG = logging.getLogger(__name__)
 
@@ -65,14 +67,15 @@ class GroupRecord:
         self._kept: set[str] = set()
         self._members: dict[str, list[int]] = {}
         """The indices of the requests of each record, by its key."""
-        if journal.is_on:
-            numbers = [request.number for request in requests]
-            content = content_of(requests[0], numbers if is_whole else [])
-            key = journal.key(self.step, *content, *decides, history=history)
-            if is_whole:
-                self._members = {key: list(range(len(requests)))}
-            else:
-                self._members = {key_of_episode(key, number): [index] for index, number in enumerate(numbers)}
+        numbers = [request.number for request in requests]
+        content = content_of(requests[0])
+        key = journal.key(self.step, *content, [], *decides, history=history)
+        self._keys = [key_of_episode(key, number) for number in numbers]
+        if journal.is_on and is_whole:
+            key = journal.key(self.step, *content, numbers, *decides, history=history)
+            self._members = {key: list(range(len(requests)))}
+        elif journal.is_on:
+            self._members = {key: [index] for index, key in enumerate(self._keys)}
 
     async def find(self) -> dict[int, Episode]:
         """Return the episodes that the journal has, by the indices of their requests."""
@@ -107,12 +110,25 @@ class GroupRecord:
     def _record(self, records: Mapping[str, Sequence[Episode]]) -> None:
         self.journal.add(self.step, records, self._history)
 
+    def turns(self, index: int) -> EpisodeTurns:
+        """Return the turns of the episode of a request."""
+        key = self._keys[index]
+        return EpisodeTurns(key, self._take_turns(key), self._record_turn, self._is_valid)
 
-def content_of(first: RolloutRequest, numbers: Sequence[int]) -> tuple[Any, ...]:
-    """Return what decides the episodes of a group with these numbers besides the step, the weights and the config."""
+    def _take_turns(self, key: str) -> Sequence[TurnRecord]:
+        return self.journal.replay.take_turns(self.step, key)
+
+    def _record_turn(self, turn: TurnRecord) -> None:
+        self.journal.add(self.step, {}, self._history, None, [turn])
+
+    _is_valid: Callable[[TurnRecord], Awaitable[bool]] | None = None
+
+
+def content_of(first: RolloutRequest) -> tuple[Any, ...]:
+    """Return what decides the episodes of a group besides their numbers, the step, the weights and the config."""
     prompt = first.prompt
     content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
-    return first.group, numbers, tuple(vars(first.sampling).values()), content
+    return first.group, tuple(vars(first.sampling).values()), content
 
 
 @dataclass
@@ -128,6 +144,8 @@ class Group:
     """Those that the journal had, by the indices of their requests."""
     made: dict[int, Episode] = field(default_factory=dict)
     """Those that were run."""
+    replies: Counter[str] = field(default_factory=Counter)
+    """How many replies were sampled, and how many the journal had, as `journal/…` names them."""
 
     @property
     def source(self) -> str:
@@ -147,15 +165,26 @@ class Group:
 class _Asks:
     """How one episode asks for completions (see `trainer.environments.episode_runner.Asks`)."""
 
-    def __init__(self, together: _Together, order: tuple[int, int]):
+    def __init__(self, together: _Together, order: tuple[int, int], turns: EpisodeTurns):
         self._together = together
         self.order = order
+        self.turns = turns
 
-    async def __call__(self, request: Request) -> Completion:
-        return await self._together.complete(self, request)
+    async def __call__(self, request: Request, turn: str) -> Completion:
+        return await self._together.complete(self, request, turn)
 
     def finish(self) -> None:
         self._together.finish(self)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits for the others of its batch."""
+
+    request: Request
+    future: asyncio.Future[Completion]
+    recorded: Completion | None
+    """What the journal has as its completion."""
 
 
 class _Together:
@@ -174,25 +203,30 @@ class _Together:
         self._count = count
         self._on_asked = on_asked
         self._asking: set[_Asks] = set()
-        self._waiting: dict[_Asks, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._waiting: dict[_Asks, _Waiting] = {}
         self._batches: set[asyncio.Task[None]] = set()
 
-    def begin(self, order: tuple[int, int]) -> _Asks:
-        asks = _Asks(self, order)
+    def begin(self, order: tuple[int, int], turns: EpisodeTurns) -> _Asks:
+        asks = _Asks(self, order, turns)
         self._asking.add(asks)
         return asks
 
-    async def complete(self, asks: _Asks, request: Request) -> Completion:
+    async def complete(self, asks: _Asks, request: Request, turn: str) -> Completion:
         self._count("rollout", 1)
         try:
+            recorded = await asks.turns.find(turn, request)
             if self.engines.unit == "request":
-                return await self.engines.complete(request)
-            future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-            self._waiting[asks] = request, future
-            self._begin_batch()
-            return await future
+                completion = recorded or await self.engines.complete(request)
+            else:
+                waiting = _Waiting(request, asyncio.get_running_loop().create_future(), recorded)
+                self._waiting[asks] = waiting
+                self._begin_batch()
+                completion = await waiting.future
         finally:
             self._count("rollout", -1)
+        if recorded is None:
+            asks.turns.add_reply(turn, request, completion)
+        return completion
 
     def finish(self, asks: _Asks) -> None:
         if asks not in self._asking:
@@ -209,17 +243,21 @@ class _Together:
             self._batches.add(task := asyncio.ensure_future(self._complete([item for _, item in waiting])))
             task.add_done_callback(self._batches.discard)
 
-    async def _complete(self, waiting: Sequence[tuple[Request, asyncio.Future[Completion]]]) -> None:
+    async def _complete(self, waiting: Sequence[_Waiting]) -> None:
+        """Answer a batch. If a reply is missing, and the others decide its last bits, they are generated with it."""
+        lacks = any(one.recorded is None for one in waiting)
+        batch = [one for one in waiting if one.recorded is None or lacks and self.engines.repeats]
         try:
-            completions = await self.engines.complete_together([request for request, _ in waiting])
+            completions = await self.engines.complete_together([one.request for one in batch]) if batch else []
         except BaseException as error:
-            for _, future in waiting:
-                if not future.done():
-                    future.set_exception(error)
-        else:
-            for (_, future), completion in zip(waiting, completions, strict=True):
-                if not future.done():
-                    future.set_result(completion)
+            for one in waiting:
+                if not one.future.done():
+                    one.future.set_exception(error)
+            return
+        made = {id(one): completion for one, completion in zip(batch, completions, strict=True)}
+        for one in waiting:
+            if not one.future.done():
+                one.future.set_result(one.recorded or made[id(one)])
 
 
 class Rollouts:
@@ -283,6 +321,7 @@ class Rollouts:
         purpose: str,
         record: Callable[[Sequence[RolloutRequest]], GroupRecord],
         on_asked: Callable[[], None] = lambda: None,
+        replies: Counter[str] | None = None,
     ) -> list[Episode]:
         """Return episodes with their rewards: those that the journal has, and those that are run now.
 
@@ -291,11 +330,14 @@ class Rollouts:
             purpose: names what the episodes are for, in messages.
             record: returns the record of a group.
             on_asked: called when the engines have no more to do for these episodes.
+            replies: gets what `Group.replies` counts.
 
         Raises:
             UserError: too many have failed.
         """
         groups = await self.run_groups(requests, purpose, record, on_asked)
+        for group in groups if replies is not None else ():
+            replies.update(group.replies)
         self.judge(groups, purpose)
         self.journal.flush()  # while the ranks score the episodes
         return [episode for group in groups for episode in group.episodes]
@@ -322,7 +364,11 @@ class Rollouts:
             if needs_batch or group.missing
         }
         running = [groups[order] for order in todo]
-        asks = {(order, index): together.begin((order, index)) for order, some in todo.items() for index in some}
+        asks = {
+            (order, index): together.begin((order, index), groups[order].record.turns(index))
+            for order, some in todo.items()
+            for index in some
+        }
         async with contextlib.AsyncExitStack() as block:
             runners: dict[EpisodeRunner, Any] = {}
             scorings: dict[str, Scoring] = {}
@@ -347,7 +393,36 @@ class Rollouts:
             )
         if not asks:
             on_asked()
+        self._count_replies(groups, asks)
         return groups
+
+    def _count_replies(self, groups: Sequence[Group], asks: Mapping[tuple[int, int], _Asks]) -> None:
+        """Count the replies of each group, and log the recorded ones that were dropped."""
+        for group in groups:
+            group.replies["recorded"] += sum(episode.turns for episode in group.found.values())
+        for (order, index), one in asks.items():
+            turns, group = one.turns, groups[order]
+            turns.end()
+            group.replies["sampled"] += turns.sampled
+            if index not in group.found:
+                group.replies["recorded"] += turns.recorded
+                self.journal.replay.note_replies(turns.recorded)
+        others = [
+            (groups[order], index, one.turns)
+            for (order, index), one in asks.items()
+            if one.turns.dropped and index not in groups[order].found
+        ]
+        if others:
+            group, index, first = others[0]
+            LOG.warning(
+                "rollout.journal: %d recorded replies are dropped: %d episodes took another course than before the "
+                "kill (the first: %s of %s, in turn %s), and were sampled on from there",
+                sum(turns.dropped for _, _, turns in others),
+                len(others),
+                group.requests[index].uid,
+                group.route.cfg.environment.name or "the policy",
+                first.diverged,
+            )
 
     async def _find(self, group: Group) -> None:
         group.found = await group.record.find()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -80,6 +81,8 @@ class StepInFlight:
         self.history = history
         self.rows: list[SampleIndex] = []
         """The rows that have been drawn so far; once all episodes are generated, those that the step uses up."""
+        self.replies: Counter[str] = Counter()
+        """How many of its replies were sampled, and how many were recorded."""
         self.began_at = self.generated_at = 0.0
         self.generated = asyncio.Event()
         """The engines have nothing more to do for it, and its rows are chosen; or it has failed."""
@@ -259,6 +262,7 @@ class SamplingSource:
             trained = await self._with_baselines(trained, step)
         episodes = [episode for group in trained for episode in group.episodes]
         metrics |= episode_metrics(self.cfg, episodes)
+        metrics |= {f"journal/replies_{name}": float(step.replies[name]) for name in ("sampled", "recorded")}
         if self.cfg.rollout.works_ahead:
             metrics |= staleness(episodes, step.step)
         return StepBatch(episodes, [UsedRow(group.index, group.mean_reward) for group in used], metrics)
@@ -304,7 +308,7 @@ class SamplingSource:
         is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
         record = self.rollouts.exact_record(step.history)
         on_asked = self._end_generation(step) if is_last else lambda: None
-        episodes = await self.rollouts.run(requests, f"step {step.step}", record, on_asked)
+        episodes = await self.rollouts.run(requests, f"step {step.step}", record, on_asked, step.replies)
         made = {index: RowGroup(index, episodes[i * r.n : (i + 1) * r.n]) for i, index in enumerate(sampled)}
         return [made.get(index) or self._recorded(index) for index in indices]
 
@@ -334,7 +338,7 @@ class SamplingSource:
         """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
         requests = self._requests([group.index for group in groups], step.step, [-1], self.rollouts.greedy())
         record, purpose = self.rollouts.exact_record(step.history), f"the baselines of step {step.step}"
-        greedy = await self.rollouts.run(requests, purpose, record, self._end_generation(step))
+        greedy = await self.rollouts.run(requests, purpose, record, self._end_generation(step), step.replies)
         return self._baselined(groups, greedy)
 
     def _baselined(self, groups: Sequence[RowGroup], greedy: Sequence[Episode]) -> list[RowGroup]:

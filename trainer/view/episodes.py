@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint.storage import JOURNAL, records_in
+from trainer.checkpoint.storage import JOURNAL, TURNS, records_in
 from trainer.data.records import decode_groups, decode_scores, key_of_group
 from trainer.data.rollout_io import kept_files
 from trainer.episodes import Episode, Sample, TokenScores
@@ -73,7 +73,8 @@ def find_steps(run_dir: str) -> list[StepFiles]:
     found = {step: StepFiles(step, TRAINING, "rollouts", (path,)) for step, path in kept_files(run_dir).items()}
     records: dict[int, list[str]] = {}
     if os.path.isdir(journal := os.path.join(run_dir, JOURNAL)):
-        for name, step in records_in(os.listdir(journal)).items():  # the oldest first
+        episodes = (name for name in os.listdir(journal) if not name.endswith(TURNS))
+        for name, step in records_in(episodes).items():  # the oldest first
             records.setdefault(step, []).append(os.path.join(journal, name))
     for step, paths in records.items():
         found.setdefault(step, StepFiles(step, TRAINING, "journal", tuple(paths)))

@@ -285,11 +285,14 @@ class ExactLearner(ToyLearner):
         return experience
 
 
-def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_after: int | None = None) -> int:
+def run_batches(
+    cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_after: int | None = None, most_turns: int = 0
+) -> int:
     """Run two steps, or to a kill while the rewards of the first one are computed.
 
     Args:
         kill_after: number of episodes of the step that are recorded before the kill.
+        most_turns: number of replies and answers that are recorded before it.
 
     Returns:
         how many completions were generated.
@@ -297,13 +300,16 @@ def run_batches(cfg: Config, model: str, monkeypatch: pytest.MonkeyPatch, kill_a
     with RunDirectory(cfg).open() as directory, monkeypatch.context() as patch:
         tokenizer, timer = load_tokenizer(model), Timer()
         journal = open_journal(cfg, model, directory, timer)
-        engines, add, added = Batches(model, cfg), Journal.add, 0
+        engines, add, added, added_turns = Batches(model, cfg), Journal.add, 0, 0
 
-        def add_or_die(self: Journal, step: int, groups: Any, *args: Any) -> None:
-            nonlocal added
+        def add_or_die(
+            self: Journal, step: int, groups: Any, history: Any, version: Any = None, turns: Any = ()
+        ) -> None:
+            nonlocal added, added_turns
             room = len(groups) if kill_after is None else kill_after - added
-            add(self, step, dict(list(groups.items())[:room]), *args)
-            added += len(groups)
+            kept = turns if kill_after is None or added_turns < most_turns else ()
+            add(self, step, dict(list(groups.items())[:room]), history, version, kept)
+            added, added_turns = added + len(groups), added_turns + len(turns)
             if room < len(groups):
                 self._writer.wait()
                 raise Killed
@@ -326,7 +332,7 @@ def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_
     build_tiny(TinyShape(hidden_size=384, intermediate_size=1024), model)
     (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, 256, 9)]}))
     rows, generated = [], []
-    for name, kill_after in (("whole", None), ("most", 11), ("some", 1)):
+    for name, kill_after, turns in (("whole", None, 0), ("most", 11, 0), ("some", 1, 0), ("turns", 1, 17)):
         cfg = settings(tmp_path / name)
         cfg.rollout.engine, cfg.rollout.n, cfg.rollout.max_response_tokens = "transformers", 2, 12
         cfg.trainer.total_steps, cfg.trainer.train_batch_size, cfg.trainer.val_interval = 2, 6, -1
@@ -336,10 +342,10 @@ def test_what_is_missing_after_a_kill_in_the_reward_phase_has_the_same_bits(tmp_
         if has_turns:
             cfg.environment.name = "tests.support.environments:Echo"
         if kill_after is not None:
-            run_batches(cfg, model, monkeypatch, kill_after)
+            run_batches(cfg, model, monkeypatch, kill_after, turns)
         generated.append(run_batches(cfg, model, monkeypatch))
         rows.append(comparable(metrics(tmp_path / name / "run")))
     whole = generated[0]
     assert whole > 24 if has_turns else whole == 24
-    assert generated == [whole] * 3
-    assert rows[1:] == [rows[0]] * 2
+    assert generated == [whole] * 3 + [whole if has_turns else whole - 12], "all replies of one turn were recorded"
+    assert rows[1:] == [rows[0]] * 3

@@ -25,7 +25,7 @@ class Scene:
         self._answers = list(answers)
         self._limit, self._idle_s = limit, idle_s
         self.cancelled = 0
-        self.session = AgentSession({"x": 1}, 5, 60.0, self._begin, self.ended.append)
+        self.session = AgentSession({"x": 1}, 5, 60.0, self._begin, self.ended.append, "0:0")
         asyncio.run(self.session.run(self))  # type: ignore[arg-type]
 
     def _begin(self) -> Any:
@@ -63,7 +63,7 @@ class Scene:
 
 def test_an_agent_is_called_with_its_endpoint_and_a_result_ends_the_episode():
     scene = Scene(RESULT)
-    endpoint = {"base_url": "http://x/0", "api_key": "0", "model": "policy"}
+    endpoint = {"base_url": "http://x/0", "api_key": "0", "model": "policy", "episode_id": "0:0"}
     assert [message[1:] for message in scene.messages] == [["run", {"x": 1}, 5, endpoint]]
     assert scene.outcome == ("stop", "") and scene.session.result.reward == 1.0
 

@@ -19,7 +19,8 @@ def test_our_environments_have_the_methods_of_the_protocol_with_its_parameters(k
     assert METHODS == ["close", "reset", "step"]
     for method in METHODS:
         expected = inspect.signature(getattr(Environment, method)).parameters
-        assert list(inspect.signature(getattr(kind, method)).parameters) == list(expected), method
+        takes = [name for name in inspect.signature(getattr(kind, method)).parameters if name != "step_id"]
+        assert takes == list(expected), method
 
 
 def test_a_step_earns_nothing_and_goes_on_unless_it_says_otherwise():
