@@ -42,7 +42,7 @@ RUN_OPTIONS = {"filter_zero_variance": False, "overlong_masking": False, "overlo
 RUN_OPTIONS |= {"max_gen_batches": 10, "baseline_decay": 0.95}
 """Options that no function gets, with their defaults (`AlgorithmConfig.run_option`)."""
 INPUTS = {
-    ESTIMATOR: ("values", "baselines", "player_baselines", "old_logprobs", *_OF_MODELS),
+    ESTIMATOR: ("values", "baselines", "player_baselines", "input_ids", "old_logprobs", *_OF_MODELS),
     LOSS: (*_OF_MODELS, "values", "returns", "group_ids"),
 }
 """Arrays that a function gets if it has a parameter of that name, besides `GIVEN` and the `computes` of roles."""

@@ -28,8 +28,8 @@ METRICS: dict[str, Metric] = {
         "reward",
     ),
     "player/<name>/baseline": Metric(
-        "With `algorithm.advantage_estimator=rae`: moving average of a player's rewards after the step; in a mix, "
-        "`<name>` is the source and the player; `policy`: the player has no name.",
+        "With `algorithm.advantage_estimator=rae`: moving average of a player's rewards after the step. In a mix, "
+        "`<name>` is `<source>/<player>`; `policy` is a player without a name.",
         "reward",
     ),
     "reward/failures": Metric(

@@ -140,8 +140,8 @@ class PolicyGradient(Objective):
         self, owners: Sequence[Episode], firsts: Sequence[Sample], rewards: np.ndarray, learnable: np.ndarray
     ) -> np.ndarray:
         """Return the moving average of each conversation's player before its reward, `(B,)`. `end_step` moves them."""
-        pairs = zip(owners, firsts, strict=True)
-        names = [":".join(filter(None, (owner.source, first.player))) or "policy" for owner, first in pairs]
+        parts = [(one.source.removeprefix("mix."), own.player) for one, own in zip(owners, firsts, strict=True)]
+        names = ["/".join(filter(None, some)) or "policy" for some in parts]
         known = [reward if may_learn else None for reward, may_learn in zip(rewards.tolist(), learnable, strict=True)]
         assert self.averages is not None
         baselines, self._next_averages = self.averages.read(names, known)

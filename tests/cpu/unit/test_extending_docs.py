@@ -396,3 +396,20 @@ def test_the_kind_of_training(tmp_path, module):
     with pytest.raises(UserError, match="data.train_files=.*pairs.jsonl: no such file"):
         build_task(cfg).check_inputs(asks_servers=True)
     assert len(state["fingerprint"]) == 32
+
+
+def test_the_process_reward_model_pays_each_step_for_what_it_gains():
+    """Two completions of two lines; the second token of the first one is no token of the policy."""
+    found: dict[str, Any] = {}
+    exec(examples("A process reward model")[0], found)
+    roles = {one.name: one for one in found["TASK"].roles(Config())}
+    assert (roles["prm"].computes, roles["prm"].trained) == ("step_scores", False)
+    mask = torch.tensor([[1.0, 0, 1, 1], [1, 1, 1, 0]])
+    ids = torch.tensor([[10.0, 10, 5, 6], [5, 10, 6, 0]])
+    scores = torch.logit(torch.tensor([[0.25, 0.9, 0.9, 0.75], [0.9, 0.5, 0.25, 0.9]]))
+    rewards = torch.zeros(2, 4)
+    rewards[0, 3] = 1.0
+    advantages, returns = found["process"](rewards, mask, torch.zeros(2), step_scores=scores, input_ids=ids)
+    expected = torch.tensor([[1.75, 0, 1.5, 1.5], [0.25, 0.25, -0.25, 0]])
+    assert torch.allclose(returns, expected, atol=1e-6)
+    assert torch.allclose(advantages, (expected - expected.sum() / 6) * mask, atol=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from trainer.config import Config, EnvironmentConfig, RewardConfig
 from trainer.config.data import SourceConfig
 from trainer.episodes import Episode, Sample
 from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mean_versions, staleness
+from trainer.sources.evaluation import RolloutEvaluator
 
 MATH = SourceConfig(files=["a"], reward=RewardConfig(success_threshold=0.5))
 GAMES = SourceConfig(files=["b"], environment=EnvironmentConfig(name="a:B"))
@@ -55,6 +58,28 @@ def test_each_source_has_metrics_of_its_own():
         "data/math/reward/zero_std_frac": 0.5,
         "data/math/reward/exact/mean": 0.5,
     }
+
+
+def test_metrics_read_the_rewards_of_players():
+    """Also where an episode has failed; a group is a prompt and a player."""
+
+    def game(source: str, number: int, x: float | None, o: float | None) -> Episode:
+        one = np.ones(1, np.float32)
+        samples = [Sample(one, one, one, reward=r, player=name, sampled_by="old") for name, r in (("x", x), ("o", o))]
+        return Episode(f"0:1:{number}", "0:1", samples, None if x is None else 0.0, source=source)
+
+    of_mix = [game("mix.games", 0, 1.0, -1.0), game("mix.games", 1, 0.5, -1.0), game("mix.games", 2, None, None)]
+    found = episode_metrics(mix(), of_mix)
+    assert found["data/games/reward/mean"] == -0.125 and found["data/games/reward/zero_std_frac"] == 0.5
+    assert found["data/games/player/x/reward/mean"] == 0.75 and found["data/games/player/o/reward/mean"] == -1.0
+    assert found["data/games/accuracy"] == 0.25 and found["rollout/replayed_frac"] == 1.0
+    alone = [replace(one, source="") for one in of_mix]
+    assert episode_metrics(Config(), alone) == {"player/o/reward/mean": -1.0, "player/x/reward/mean": 0.75}
+    evaluator = RolloutEvaluator(Config(), None, [])
+    assert evaluator._reward_metrics(alone, 1) == {
+        "val/failures": 0.0, "val/reward/mean": -0.125, "val/accuracy": 0.25, "val/player/x/reward/mean": 0.75,
+        "val/player/o/reward/mean": -1.0,
+    }  # fmt: skip
 
 
 def test_failures_are_counted_by_what_has_failed():
