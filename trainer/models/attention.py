@@ -12,6 +12,7 @@ one operator that `torch.compile` does not trace: a graph of its content would h
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from trainer.errors import UserError
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Bucket, Packing, index_select
 from trainer.parallel.shard import transformer_blocks
+
+_TAKES_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch 2.11 passes any numbers of heads to the kernel, later versions reject fewer key heads without the flag."""
 
 PACKED = "packed"
 _VARLEN_WIDTHS = range(8, 257, 8)  # head dimensions that the kernel supports
@@ -255,6 +259,7 @@ def attend_varlen(
         cu_seqlens_k = packing.cu_seqlens_k
     longest = packing.longest
     window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _TAKES_GQA_FLAG else {}
     out = varlen_attn(  # the last query of a sequence is at the position of its last key
         rows.contiguous(),
         keys.contiguous(),
@@ -265,7 +270,7 @@ def attend_varlen(
         longest,
         scale=scaling,
         window_size=window_size,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return out[None]
 
