@@ -1,4 +1,4 @@
-"""Benchmarks. Each prints what `benchmarks/RESULTS.md` keeps."""
+"""Benchmarks. Each prints what `benchmarks/history.md` keeps."""
 
 import os
 

@@ -51,8 +51,7 @@ def measure(tree: str, words: Sequence[str]) -> tuple[float, float]:
     )
     env = {**os.environ, "PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", code, sys.executable, "-m", "trainer", *words]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(program, env=env, cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(program, env=env, cwd=tempfile.gettempdir(), capture_output=True, text=True, check=True)
     code, cpu_s, megabytes, text = done.stdout.split(" ", 3)
     if code != "0":
         raise SystemExit(f"{' '.join(words)}: exit status {code}\n{text}")
@@ -91,21 +90,22 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["resume", "report", "view", "diagnose", "compare"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        young, old = Path(folder, "young"), Path(folder, "old")
-        measure(args.trees[0], [*JOB, f"trainer.run_dir={young}", f"trainer.total_steps={YOUNG}"])
-        shutil.rmtree(young / "checkpoints" / "global_step_5", ignore_errors=True)
-        grow(young, old, args.steps)
+        runs: dict[str, dict[int, Path]] = {}
+        for number, tree in enumerate(args.trees):  # configs of versions differ
+            young, old = Path(folder, f"young{number}"), Path(folder, f"old{number}")
+            measure(tree, [*JOB, f"trainer.run_dir={young}", f"trainer.total_steps={YOUNG}"])
+            grow(young, old, args.steps)
+            runs[tree] = {YOUNG: young, args.steps: old}
         print(f"{args.steps:,} steps, {(old / METRICS_FILE).stat().st_size / 2**20:.0f} MB; medians of {args.repeat}")
         for part in args.parts:
             more: dict[str, list[tuple[float, float]]] = {tree: [] for tree in args.trees}
             for number in range(args.repeat):
                 for tree in args.trees:
                     used = []
-                    for run, steps in ((young, YOUNG), (old, args.steps)):
+                    for steps, run in runs[tree].items():
                         copy = Path(folder, f"{number}-{run.name}")
                         shutil.copytree(run, copy)
-                        # The checkpoint is found by the config of the run, whose directory has another name now.
-                        last_commit.write(str(copy), steps, str(copy / "checkpoints"))
+                        last_commit.write(str(copy), steps, str(copy / "checkpoints"))  # the directory has another name
                         used.append(measure(tree, command(part, copy, steps)))
                         shutil.rmtree(copy)
                     more[tree].append((used[1][0] - used[0][0], used[1][1] - used[0][1]))

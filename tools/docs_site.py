@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs", "examples/README.md")
+PAGES = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "benchmarks/history.md", "docs"),
+    "examples/README.md",
+)
 """Pages, and directories whose files are all of the site."""
 BOOSTS = {
     "docs/recovery.md": 4,

@@ -27,8 +27,8 @@ from trainer.objectives import make_objective
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md"))]
-DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [README, *(ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md"))]
+DOCUMENTS += sorted((ROOT / "benchmarks").glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
 WITH_OPTIONS = [
     *(ROOT / "trainer/algorithms").glob("*.py"),
     ROOT / "trainer/config/algorithm.py",

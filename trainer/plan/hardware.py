@@ -138,7 +138,7 @@ SYNC_S = {CPU: 0.02, "cuda": 0.0}
 ROW_S = {CPU: 1.5e-4, "cuda": 2e-5}
 """Seconds of the driver for each completion: rows, calls of the ranks, and on CPU rewards, which share its cores."""
 OTHER = 0.03
-"""Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/RESULTS.md)."""
+"""Share of a step in which the driver works: rows, advantages, logs. Measured with the demo (benchmarks/history.md)."""
 RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Share of a forward pass that a backward pass computes again."""
 COMPILED_KEEPS = {"none": 0.66, "selective": 0.91, "full": 1.0}
