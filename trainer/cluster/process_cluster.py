@@ -19,7 +19,7 @@ import psutil
 
 from trainer.cluster.fork_server import BUILD, HOST, ForkServer, end_tree
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
-from trainer.cluster.worker_groups import Timeouts, WorkerGroup, failure_of
+from trainer.cluster.worker_groups import Cluster, Timeouts, WorkerGroup, failure_of
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, WorkerError
 from trainer.files.shared_memory import PrivateDirectory
@@ -27,31 +27,20 @@ from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """What clusters have in common that use this machine alone. `__enter__` sets `_directory`."""
 
-    object_store_bytes = 0
-    is_local = True
     _directory: PrivateDirectory
 
-    def drain(self, error: Exception) -> None:
-        """Do nothing: there is no other node."""
-
-    def has_capacity(self, group: WorkerGroup) -> bool:
-        """Return True: workers on one machine keep their resources."""
-        return True
-
     def put(self, value: Any) -> Any:
-        """Return a reference to a copy of `value`, which is pickled once. Workers receive the value."""
         return _Stored(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def rendezvous_address(self, group: WorkerGroup) -> str:
-        """Return the file at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group."""
         return f"file://{self._directory.path}/store-{secrets.token_hex(8)}"
 
 
 class ProcessCluster(LocalCluster):
-    """Implements `trainer.cluster.worker_groups.Cluster`: `with ProcessCluster(cfg, device) as cluster`.
+    """Ranks and engines as processes: `with ProcessCluster(cfg, device) as cluster`.
 
     Workers must be able to import the factories and arguments that they receive.
 
@@ -107,11 +96,9 @@ class ProcessCluster(LocalCluster):
         return None if are_running else "the fork server of the job"
 
     def count_ranks(self) -> int:
-        """Return `trainer.num_workers`."""
         return self.cfg.trainer.num_workers
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start `count` processes that host `factory(rank, world_size, device)`, each with one GPU."""
         count = count or self.cfg.trainer.num_workers
         args = [(rank, count, self.device) for rank in range(count)]
         gpus = self._allocate_gpus(count)
@@ -121,7 +108,6 @@ class ProcessCluster(LocalCluster):
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start a process for each of `args`, which hosts `factory(*args)` (see `worker_groups.Cluster`)."""
         size = gpus_per_engine(self.cfg, self.device)
         preloaded = self._rank_server if self.cfg.engine.preload else None
         server = preloaded or self._fork_server
@@ -131,7 +117,6 @@ class ProcessCluster(LocalCluster):
         return self._launch(server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus)
 
     def release(self, group: WorkerGroup) -> None:
-        """Kill the processes of the group, wait until they have exited, and free their GPUs."""
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()

@@ -35,7 +35,7 @@ from trainer.cluster.resources import (
     rank_groups,
     slots_needed,
 )
-from trainer.cluster.worker_groups import Timeouts, WorkerGroup
+from trainer.cluster.worker_groups import Cluster, Timeouts, WorkerGroup
 from trainer.config import Config
 from trainer.errors import RESTART_HINT, UserError, WorkerError, describe_error, one_line
 from trainer.process import time_limits
@@ -59,7 +59,7 @@ class _JobConfig(JobConfig):
         return True
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """Ray for one run: `with RayCluster(cfg, device) as cluster`. Kills all processes that it has started at the end.
 
     Args:
@@ -165,21 +165,15 @@ class RayCluster:
         return {node.address: reason for node, reason in failed.items()}
 
     @property
-    def is_local(self) -> bool:
-        """Whether the cluster is that of this job, on this machine."""
+    def is_local(self) -> bool:  # type: ignore[override]
         return self._head is not None
 
     def rendezvous_address(self, group: WorkerGroup) -> str:
-        """Return the address at which the ranks of a process group meet. Rank 0 of `group` is rank 0 of that group.
-
-        It is a port of rank 0's machine, or a file if all ranks are on this machine.
-        """
         if self._head is not None:
             return f"file://{self._head.directory}/store-{secrets.token_hex(8)}"
         return group.call_one(0, "find_address", group.placements()[0]["host"])
 
     def release(self, group: WorkerGroup) -> None:
-        """Kill the processes of the group and free their resources."""
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
@@ -241,7 +235,6 @@ class RayCluster:
         return count
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start `count` actors that host `factory(rank, world_size, device)`, each with a GPU or a CPU."""
         count = count or self.cfg.trainer.num_workers
         bundle = self._bundle(gpus=1)
         (group,) = self._place([[bundle] * count])
@@ -252,7 +245,6 @@ class RayCluster:
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start an actor for each of `args`, which hosts `factory(*args)` (see `worker_groups.Cluster`)."""
         placed: list[PlacementGroup] = []
         if find_gpus is not None:
 
@@ -271,12 +263,10 @@ class RayCluster:
         return self._launch("engine", factory, args, options, env, placed)
 
     def drain(self, error: Exception) -> None:
-        """Place no process on the node of a broken GPU that has caused a worker's `error`."""
         if (broken := broken_node(error)) is not None:
             self._drained.setdefault(*broken)
 
     def has_capacity(self, group: WorkerGroup) -> bool:
-        """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""
         placed = next(placed for registered, placed in self._groups if registered is group)
         return not placed or placement.count_pending(placed) < len(placed)
 

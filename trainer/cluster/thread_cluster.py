@@ -26,7 +26,7 @@ from trainer.process.tracing import WANTED
 
 
 class ThreadCluster(LocalCluster):
-    """Implements `trainer.cluster.worker_groups.Cluster`: `with ThreadCluster(cfg, device) as cluster`.
+    """One rank and one engine as threads: `with ThreadCluster(cfg, device) as cluster`.
 
     What a worker gets and returns is copied, as between processes, so a run computes the same bits. No call has a time
     limit, because a debugger may hold it. The environment of this process is as before at the end.
@@ -55,23 +55,19 @@ class ThreadCluster(LocalCluster):
         os.environ.update(self._environment)
 
     def count_ranks(self) -> int:
-        """Return 1."""
         return 1
 
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start a thread that hosts `factory(0, 1, device)`."""
         _leave_process_group()  # of ranks that have failed
         return self._launch(name, factory, [(0, 1, self.device)], env)
 
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start a thread for each of `args`, which hosts `factory(*args)`."""
         return self._launch("engine", factory, args, env)
 
     def release(self, group: WorkerGroup) -> None:
-        """End the threads of the group once they have made their calls."""
-        group.kill()
+        group.kill()  # the threads end once they have made their calls
 
     def _launch(self, name: str, factory: Any, args: Sequence[tuple], env: dict[str, str]) -> WorkerGroup:
         os.environ.update(env)

@@ -6,9 +6,9 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from trainer.cluster.resources import FindGpus
@@ -65,39 +65,37 @@ class Timeouts:
             raise WorkerError(f"{process} died, and the job with it", "restart it with the same command", "cluster")
 
 
-class Cluster(Protocol):
-    """Starts the worker groups of a job: `ray_cluster.RayCluster` or `process_cluster.ProcessCluster`."""
+class Cluster(ABC):
+    """Starts the worker groups of a job: `ray_cluster.RayCluster`, or one that uses this machine alone. A context
+    manager: no process outlives the block."""
 
     device: str
     """`cuda` or `cpu`."""
-    object_store_bytes: int
+    object_store_bytes = 0
     """Shared memory that stored values may use, in bytes."""
+    is_local = True
+    """All processes are on this machine, so that ranks meet at a file."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all processes are on this machine, so that ranks meet at a file."""
-        ...
-
+    @abstractmethod
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Kill all processes."""
-        ...
+    @abstractmethod
+    def __exit__(self, *_: Any) -> None: ...
 
+    @abstractmethod
     def count_ranks(self) -> int:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if the cluster has too little capacity."""
-        ...
 
+    @abstractmethod
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start `count` processes that host `factory(rank, world_size, device)`. Does not wait.
+        """Start `count` processes that host `factory(rank, world_size, device)`, each with a GPU or a CPU. Does not
+        wait.
 
         Args:
             count: None: `trainer.num_workers`.
         """
-        ...
 
+    @abstractmethod
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
@@ -106,28 +104,26 @@ class Cluster(Protocol):
         Args:
             find_gpus: returns the ranks whose GPUs an engine uses. None: engines have their own GPUs.
         """
-        ...
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""
-        ...
+        return True  # workers on one machine keep their resources
 
+    @abstractmethod
     def put(self, value: Any) -> Any:
         """Store a copy of `value` and return a reference. In a call, workers receive the value instead."""
-        ...
 
+    @abstractmethod
     def rendezvous_address(self, group: WorkerGroup) -> str:
         """Return the address at which the ranks of a process group meet: a port of rank 0's machine, or a file if all
         ranks are on this machine. Rank 0 of `group` is rank 0 of that group."""
-        ...
 
+    @abstractmethod
     def release(self, group: WorkerGroup) -> None:
-        """Kill the processes of the group and free their resources."""
-        ...
+        """Kill the processes of the group, wait until they have exited, and free their resources."""
 
-    def drain(self, error: Exception) -> None:
+    def drain(self, error: Exception) -> None:  # noqa: B027 - with one node there is no other
         """Place no process on the node of a broken GPU that has caused a worker's `error`."""
-        ...
 
 
 class Backend(Protocol):
