@@ -135,7 +135,7 @@ MOST_LINES = {
     "objectives algorithms learner workers parallel": (6700, 5400),
     "models": (4900, 3400),
     "checkpoint": (3950, 3200),
-    "cluster": (2650, 2200),
+    "cluster": (2600, 2200),
     "data": (2750, 1900),
     "metrics reports": (3400, 3200),
     "config": (4200, 3200),
