@@ -11,7 +11,7 @@ import pytest
 from trainer.agents.sessions import AgentSession
 from trainer.sandbox.pool import CallFailed, CallLost
 
-RESULT = {"reward": 1.0, "rewards": {"a": 0.5}, "metrics": {}}
+RESULT = {"reward": 1.0, "rewards": {"a": 0.5}, "metrics": {}, "player_rewards": {}}
 
 
 class Scene:
@@ -101,7 +101,7 @@ def test_an_agent_that_is_late_is_ended_and_gets_another_attempt():
 
 
 def test_what_is_no_result_fails_the_agent():
-    large = {"reward": 9e11, "rewards": {"a": 9e11}, "metrics": {}}
+    large = {**RESULT, "reward": 9e11, "rewards": {"a": 9e11}}
     assert Scene(large).outcome == ("failed", "gave rewards that add up to 1.8e+12, beyond 1e+12")
     for value in (None, {}, {"reward": 1, "rewards": {}, "metrics": {}}):
         assert Scene(value).outcome == ("failed", "has written into the pipe of its process")

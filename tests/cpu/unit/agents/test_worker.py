@@ -42,7 +42,7 @@ def run(value: Any, name: str = "tests.support.agents:Returns") -> dict[str, Any
     ],
 )
 def test_an_agent_returns_a_result_or_a_number(value, reward, rewards, metrics):
-    assert run(value) == {"reward": reward, "rewards": rewards, "metrics": metrics}
+    assert run(value) == {"reward": reward, "rewards": rewards, "metrics": metrics, "player_rewards": {}}
 
 
 def test_what_is_no_result_is_refused():
@@ -73,7 +73,12 @@ class Async:
 
 
 def test_an_agent_may_be_async():
-    assert run(1, f"{__name__}:Async") == {"reward": 3.0, "rewards": {}, "metrics": {"key": 32.0}}
+    assert run(1, f"{__name__}:Async") == {
+        "reward": 3.0,
+        "rewards": {},
+        "metrics": {"key": 32.0},
+        "player_rewards": {},
+    }
 
 
 @pytest.mark.parametrize("known", ["", "example.org,localhost"])

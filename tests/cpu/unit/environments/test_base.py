@@ -30,6 +30,8 @@ def test_a_step_earns_nothing_and_goes_on_unless_it_says_otherwise():
         "done": False,
         "rewards": {},
         "metrics": {},
+        "player": "",
+        "player_rewards": {},
     }
 
 

@@ -81,6 +81,9 @@ def test_an_environment_by_import_path_in_its_process():
         "done": False,
         "rewards": {},
         "metrics": {},
+        "state": None,
+        "player": "",
+        "player_rewards": {},
     }
     assert call("step", reply("12"))["reward"] == 1.5
     call("close")

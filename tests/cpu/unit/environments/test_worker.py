@@ -82,7 +82,7 @@ def answer(row: dict[str, Any], *calls: str, kind: str = "Scripted", most_charac
 def test_an_answer_has_the_fields_of_a_step():
     step = {"messages": [USER], "reward": 1, "rewards": {"form": 2}, "metrics": {"calls/a": 3}}
     expected = {"messages": [USER], "reward": 1.0, "rewards": {"form": 2.0}, "metrics": {"calls/a": 3.0}, "done": False}
-    expected["state"] = None
+    expected |= {"state": None, "player": "", "player_rewards": {}}
     for kind in ("Scripted", "Waiting"):
         assert answer({"step": step}, "step", kind=kind) == expected
     assert answer({})["messages"] == [USER]
