@@ -173,7 +173,7 @@ _CHUNK_LOGITS = 1 << 22
 vocabulary: 16 MB stay in the cache between one pass over them and the next."""
 
 
-_DIVERGENCE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 25}
+_DIVERGENCE_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that exist at the same time for a divergence; its formula holds several tensors of that size."""
 _STATES = "states"
 
