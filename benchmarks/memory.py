@@ -35,9 +35,9 @@ def allocator_peak(function: Callable[[], Any]) -> int:
     return peak
 
 
-def reset_peak() -> None:
+def reset_peak(process: str = "self") -> None:
     """Let `peak_resident_bytes` measure from now on."""
-    with open("/proc/self/clear_refs", "w") as file:
+    with open(f"/proc/{process}/clear_refs", "w") as file:
         file.write("5")
 
 
@@ -46,12 +46,12 @@ def resident_bytes() -> int:
     return _status("VmRSS")
 
 
-def peak_resident_bytes() -> int:
-    """Return the most memory that this process has had since `reset_peak`."""
-    return _status("VmHWM")
+def peak_resident_bytes(process: str = "self") -> int:
+    """Return the most memory that a process has had since `reset_peak`."""
+    return _status("VmHWM", process)
 
 
-def _status(name: str) -> int:
-    with open("/proc/self/status") as file:
+def _status(name: str, process: str = "self") -> int:
+    with open(f"/proc/{process}/status") as file:
         line = next(line for line in file if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster, run_ranks
+from tools.same_as_trl import Recorder, make_models, make_rows, ours, summary
 from trainer.config import Config
 from trainer.data.examples import Pair
 from trainer.episodes import Sample
@@ -240,3 +242,24 @@ def test_a_reward_model_is_read_at_the_stop_token_in_training_and_in_rollouts(tm
     assert held_out["rm/min_reward"] == pytest.approx(scores.min(), abs=1e-5)
     assert held_out["rm/max_reward"] == pytest.approx(scores.max(), abs=1e-5)
     assert scores.min() < scores.max() - 0.01 and held_out["loss"] < math.log(2)
+
+
+# Of TRL's own trainers in float64, by `python -m tools.same_as_trl`: the loss, the norm of the gradients, and their
+# product with random numbers.
+OF_TRL = {
+    "sigmoid": (0.6992361545562744, 1.0324320327244076, 0.5274457331526444),
+    "exo_pair": (0.517448365688324, 1.131828589053694, 0.5320535101051428),
+    "rm, centred": (0.5973226872095715, 9.137220081584543, 0.4731488941266805),
+    "jsd": (0.32688025771326673, 0.08126101339396335, 0.5647676185721652),
+}
+
+
+def test_losses_and_gradients_of_packed_rows_are_those_of_the_trainers_of_trl(tmp_path, monkeypatch):
+    """In float32, with shared prompts, in several micro-batches. The policy is not the reference."""
+    make_models(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows()))
+    monkeypatch.setattr(Recorder, "gradients", {})
+    for case, expected in OF_TRL.items():
+        loss, gradients, _ = ours(case, tmp_path, "sgd")
+        found = summary(loss, gradients)
+        assert found == pytest.approx(expected, rel=1e-6, abs=3e-6), case
