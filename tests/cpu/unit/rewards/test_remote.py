@@ -94,15 +94,19 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_what_is_no_reward_is_a_failure_with_a_reason(name):
-    answer, reason = LIES[name]
-    with serving(lambda *_: answer) as server:
-        scores = judged(server, "x", "y", timeout_s=3)
-        tries = len(server.requests)
-    assert scores.rewards == [0.0, 0.0] and scores.failures.count == 2
-    assert scores.failures.first.startswith(reason)
-    assert (tries > 1) == (name == "an error, always")
+def test_what_is_no_reward_is_a_failure_with_a_reason():
+    answers = []
+    with (
+        serving(lambda *_: answers[-1]) as server,
+        reward_pool("remote", timeout_s=3, url=f"{server.url}/score") as pool,
+    ):
+        for name, (answer, reason) in LIES.items():
+            answers.append(answer)
+            before = len(server.requests)
+            scores = judge(pool, attempts("x", "y"))
+            assert scores.rewards == [0.0, 0.0] and scores.failures.count == 2, name
+            assert scores.failures.first.startswith(reason), (name, scores.failures)
+            assert (len(server.requests) - before > 1) == (name == "an error, always"), name
 
 
 def test_a_server_that_hangs_or_is_not_there_is_given_up_at_the_deadline():
