@@ -12,7 +12,7 @@ from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
-EPISODES, TURNS = 6 * 2, 40
+EPISODES, TURNS = 3 * 2, 40
 SOURCES = {"plain": "environments:Effects", "saved": "environments:SavedEffects", "agents": "agents:Effects"}
 
 
@@ -39,8 +39,8 @@ def test_a_kill_in_turn_37_of_40_costs_one_reply_of_each_episode(tmp_path):
                 "rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
                 "rollout.max_prompt_tokens=64", "environment.max_tokens=2048", f"environment.max_turns={TURNS}",
                 "environment.name=tests.support.environments:Hashed", "data.train_size=-1", "trainer.val_interval=-1",
-                "trainer.train_batch_size=6", "trainer.total_steps=2", "trainer.hf_save_interval=2",
-                *sources)  # fmt: skip
+                "trainer.train_batch_size=3", "trainer.mini_batch_size=3", "trainer.total_steps=2",
+                "trainer.hf_save_interval=2", *sources)  # fmt: skip
 
     def count(run: str, kind: str) -> int:
         return len([*(tmp_path / f"{run} service").glob(f"{kind} *")])

@@ -90,6 +90,32 @@ def test_an_environment_that_fails_again_costs_its_episode_alone(pool):
         assert all(not session.failure and len(session.steps) == 3 for session in others)
 
 
+def test_an_environment_that_saves_itself_is_loaded_and_makes_no_step_again(tmp_path):
+    """Whether it is lost alone, or with the run: then its answers are recorded. The ids of its steps stay the same."""
+    with pool_of("SavedEffects", kwargs={"service": str(tmp_path)}) as pool:
+
+        def answer(session: Session, turn: int) -> None:
+            session.replies += [{"role": "assistant", "content": str(turn)}] if turn else []
+            step_all(pool, [session])
+
+        first, recorded = Session({"prompt": "x"}, 0, "key"), {}
+        for turn in range(4):
+            answer(first, turn)
+            recorded[turn] = first.steps[-1], first.state
+            if turn == 2:
+                first._lose()
+        second = Session({"prompt": "x"}, 0, "key", recorded.get)
+        for turn in range(5):
+            answer(second, turn)
+        assert second.steps[:4] == first.steps and not [*tmp_path.glob("refused *")]
+        answer(first, 4)
+        assert second.steps == first.steps and not first.failure
+        assert len([*tmp_path.glob("done *")]) == 4 and len([*tmp_path.glob("refused *")]) == 1
+        for session in (first, second):
+            session.ended = True
+        step_all(pool, [first, second])
+
+
 def test_environments_are_spread_over_the_processes(pool):
     sessions = [Session({}, seed=i) for i in range(6)]
     step_all(pool, sessions)
