@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
+
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +22,9 @@ class TurnRecord:
     """Of the reply or the answer, within the episode."""
     about: Mapping[str, Any]
     """What else it holds, as JSON knows it."""
-    token_ids: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
+    token_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
     """`(T,)` int32, of a reply."""
-    logprobs: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))
+    logprobs: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
     """`(T,)` float32, of its tokens."""
     sampled_by: tuple[int, str] | None = None
     """In flight: the newest version of the weights at the end of the turn, and its history."""

@@ -98,10 +98,10 @@ class EpisodeTurns:
             number: of the call that it answers: 0 for the first messages, then that of the reply, from 1 on.
             state: what the environment has saved after it.
         """
-        name, fields = f"{_ANSWER}{number}", json.loads(json.dumps(vars(answer)))
+        name, fields = f"{_ANSWER}{number}", vars(answer)
         recorded = self._found.pop(name, [None])[-1]
         if recorded is not None:
-            if {**recorded.about, "state": None} == {**fields, "state": None}:
+            if {**recorded.about, "state": None} == {**json.loads(json.dumps(fields)), "state": None}:
                 return
             self.diverged = self.diverged or str(number)
             self._drop()
