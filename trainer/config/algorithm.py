@@ -160,7 +160,11 @@ class AlgorithmConfig(Section):
             UserError: a function is given by import path and cannot be imported.
         """
         kl = {"ref_logprobs"} if self.kl_coef > 0 else set()
-        return _inputs_of(ESTIMATOR, self.advantage_estimator) | _inputs_of(LOSS, self.policy_loss) | kl
+        return self.inputs_of(ESTIMATOR) | self.inputs_of(LOSS) | kl
+
+    def inputs_of(self, key: str) -> frozenset[str]:
+        """Return which of `INPUTS` the function reads that `algorithm.<key>` chooses."""
+        return _inputs_of(key, getattr(self, key))
 
     @property
     def vocabulary_divergence(self) -> TeacherConfig | None:

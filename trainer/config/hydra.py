@@ -49,6 +49,8 @@ _GIVEN: list[str] = []
 """The overrides of the config that was composed last in this process."""
 _LINES: dict[str, str] = {}
 """`FILE:LINE` of each dotted key in the file that was read for that config."""
+_CHOSEN: set[str] = set()
+"""Dotted keys that the choices of groups set which the user has named for that config."""
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
 """What to write in place of `GROUP=PATH`."""
 
@@ -105,8 +107,13 @@ def hydra_words(flags: Namespace) -> list[str]:
     if directories:
         urls = json.dumps([f"file://{directory}" for directory in directories], ensure_ascii=False)
         words.append(f"hydra.searchpath={urls}")
+    _CHOSEN.clear()
+    of_groups = [conf_dir(), *directories]
+    for word in words:
+        group, _, names = word.lstrip("+").partition("=")
+        _CHOSEN.update(_keys_of_choice(group, names, of_groups))
     if flags.config:
-        words.append(_store_file(flags.config))
+        words.append(_store_file(flags.config, of_groups))
     keys = {word.partition("=")[0].lstrip("+") for word in words} | _LINES.keys()
     names_files = any(f"{key}.".startswith(("data.train_files.", "data.mix.")) for key in keys)
     if not names_files or {"data", "data.synthetic"} & {word.partition("=")[0].lstrip("+") for word in words}:
@@ -197,13 +204,15 @@ def to_config(dict_config: Any) -> Config:
 
 
 def _set_defaults_of_task(config: Config) -> None:
-    """Set `TaskSpec.defaults`, where neither the user nor a group has set another value than the schema's."""
-    given = {word.partition("=")[0].lstrip("+~") for word in words_given()} | _LINES.keys()
+    """Set `TaskSpec.defaults` where neither a word nor a file of the user sets a value, be it that of the schema, and no
+    other group another value."""
+    given = {word.partition("=")[0].lstrip("+~") for word in words_given()}
+    in_files = _CHOSEN | _LINES.keys()
     for key, value in config.task.defaults.items():
         if not is_name(key):
             raise UserError(f"trainer.task={config.trainer.task}: sets a default of {no_such_key(key)}")
         section, _, name = key.rpartition(".")
-        is_given = any(f"{key}.".startswith(f"{one}.") for one in given)
+        is_given = key in in_files or any(f"{key}.".startswith(f"{one}.") for one in given)
         if not is_given and value_of(config, key) == value_of(Config(), key):
             setattr(value_of(config, section), name, copy.deepcopy(value))
 
@@ -256,7 +265,7 @@ def _drop_options_of_other_names(section: Any, given: Mapping[str, Any]) -> None
 # --- The file of the user, and the config that a run has recorded ---
 
 
-def _store_file(path: str) -> str:
+def _store_file(path: str, directories: Sequence[str]) -> str:
     """Make a file a choice of Hydra; return the override that chooses it.
 
     Its `defaults` name experiments that it builds on, and choices of groups: `[one, {algorithm: ppo}]`.
@@ -269,6 +278,7 @@ def _store_file(path: str) -> str:
     for entry in entries if isinstance(entries, list) else [entries]:
         for group, choice in entry.items() if isinstance(entry, dict) else [("experiment", entry)]:
             name = str(group).removeprefix("override ").strip().lstrip("/")
+            _CHOSEN.update(_keys_of_choice(name, str(choice), directories))
             if name == "experiment":
                 defaults += [f"/experiment/{one}" for one in (choice if isinstance(choice, list) else [choice])]
             else:
@@ -276,6 +286,32 @@ def _store_file(path: str) -> str:
     defaults = [entry for entry in defaults if entry != "/experiment/_self_"]
     defaults.sort(key=lambda entry: isinstance(entry, dict))  # Hydra wants what is overridden after what is added
     return _store("file", {"defaults": [*defaults, "_self_"], **values})
+
+
+def _keys_of_choice(group: str, names: str, directories: Sequence[str]) -> Iterator[str]:
+    """Yield the dotted keys that the chosen files of a group set, with those of the choices that they build on.
+
+    Args:
+        names: one name, or several as `[a,b]`.
+    """
+    import yaml
+
+    for name in re.findall(r"[^\s,\[\]'\"]+", names):
+        path = next((p for one in directories if os.path.isfile(p := os.path.join(one, group, f"{name}.yaml"))), None)
+        if path is None:
+            continue
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError), open(path, encoding="utf-8") as file:
+            text = file.read()
+            root, values = yaml.compose(text), yaml.safe_load(text)
+            if not isinstance(values, dict):
+                continue
+            prefix = "" if re.match(r"\s*#\s*@package\s+_global_", text) else f"{group}."
+            yield from (key for key, _ in _lines(root, path, prefix))
+            for entry in values.get("defaults") or []:
+                for base, choice in entry.items() if isinstance(entry, dict) else [(group, entry)]:
+                    base = str(base).removeprefix("override ").strip().lstrip("/")
+                    if choice not in ("_self_", name):
+                        yield from _keys_of_choice(base, str(choice), directories)
 
 
 def store_recorded(values: dict[str, Any]) -> str:

@@ -62,8 +62,10 @@ def check_functions(config: Config) -> None:
     algorithm = config.algorithm
     scores = {role.computes for role in config.roles if role.computes}
     if TEACHER_LOGPROBS in algorithm.reads - scores:
-        functions = f"algorithm.{ESTIMATOR}={algorithm.advantage_estimator} or algorithm.{LOSS}={algorithm.policy_loss}"
-        raise UserError(f"{TEACHER_KEY}=null: {functions} reads {TEACHER_LOGPROBS}; name a teacher")
+        readers = [key for key in (ESTIMATOR, LOSS) if TEACHER_LOGPROBS in algorithm.inputs_of(key)]
+        named = " and ".join(f"algorithm.{key}={getattr(algorithm, key)}" for key in readers)
+        verb = "reads" if len(readers) == 1 else "read"
+        raise UserError(f"{TEACHER_KEY}=null: {named} {verb} {TEACHER_LOGPROBS}; name a teacher")
     estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, scores)
     loss = _resolve(POLICY_LOSSES, algorithm, LOSS, scores)
     functions = {ESTIMATOR: estimator, LOSS: loss}

@@ -81,15 +81,24 @@ def test_a_task_brings_defaults_that_give_way_to_whatever_the_user_sets(tmp_path
     key, files = "trainer.policy.optimizer.lr", ["data.train_files=[x]", "trainer.val_interval=-1"]
     own = ["trainer.task=rm", *files, "model.path=x"]
     (tmp_path / "mine.yaml").write_text("trainer: {policy: {optimizer: {lr: 1e-6}}}\n")
+    (tmp_path / "other.yaml").write_text("defaults: [mine]\ntrainer: {seed: 3}\n")
+    (tmp_path / "seed.yaml").write_text("trainer: {seed: 3}\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(
+        "# @package _global_\ntrainer: {policy: {optimizer: {lr: 1e-6}}}\n"
+    )
     found = [
         compose(own),
         compose(["trainer.task=dpo", *files, "model.path=x"]),
         compose([*own, f"{key}=1e-6"]),
         compose([*own, f"{key.removesuffix('.lr')}={{lr:1e-6}}"]),
         compose(own, str(tmp_path / "mine.yaml")),
+        compose(own, str(tmp_path / "other.yaml")),  # which builds on an experiment beside it
+        compose([*own, "experiment=mine"], str(tmp_path / "seed.yaml")),
+        compose(own, str(tmp_path / "seed.yaml")),
         compose(own[:-1]),  # of the built-in model
     ]
-    assert [value_of(config, key) for config in found] == [1e-5, 1e-6, 1e-6, 1e-6, 1e-6, 4e-4]
+    assert [value_of(config, key) for config in found] == [1e-5, *[1e-6] * 6, 1e-5, 4e-4]
     monkeypatch.setitem(TASKS, "wrong", TaskSpec(str, defaults={"trainer.policy.optimizer.rate": 1}))
     with pytest.raises(
         UserError, match="^trainer.task=wrong: sets a default of trainer.policy.optimizer.rate: no such key"
