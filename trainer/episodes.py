@@ -45,6 +45,13 @@ class Sample:
         is_sampled = self.logprobs is not None and bool((self.mask > 0).any())
         return is_sampled and bool(self.sampled_by or self.weight_versions is None or self.weight_versions[0] == 0)
 
+    @property
+    def scored_length(self) -> int:
+        """Number of tokens after which a reward model reads the score: up to the last one that the policy sampled, its
+        stop token, whatever follows it. All tokens if it sampled none."""
+        sampled = np.flatnonzero(self.mask > 0)
+        return int(sampled[-1]) + 1 if len(sampled) else len(self.token_ids)
+
 
 @dataclass(frozen=True)
 class TokenScores:

@@ -20,9 +20,9 @@ import psutil
 from tests.support.forks import fork_server
 from tests.support.jobs import command_of, environment
 from trainer.config import RolloutConfig
-from trainer.config.rollout import TOKEN as VARIABLE
 from trainer.generation.server_engine import ServerEngine
 from trainer.generation.server_protocol import Job
+from trainer.process.model_server import TOKEN as VARIABLE
 
 TOKEN = "a token that has 30 characters"
 ROLLOUT = ["rollout.max_prompt_tokens=300", "rollout.max_response_tokens=64", "rollout.max_num_seqs=64"]

@@ -219,13 +219,15 @@ def start_weights_component(cfg: Config, model_path: str) -> Component:
     files of the built-in model are not compared: this package makes them of the config.
     """
     allowed = cfg.trainer.allow_config_change
-    names = _path_names(cfg)
+    names, on_servers = _path_names(cfg), {spec.path_key: spec.url for spec in cfg.servers}
     directories = {
         key: model_path if key == "model.path" else resolve_model_path(name, key) for key, name in names.items()
     }
-    needed = {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
+    needed = {key: directories.get(key, model_path) for key in _compared_keys(cfg) if key not in on_servers}
     threads = ThreadPoolExecutor(1)
     digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
+    digests |= {spec.path_key: threads.submit(lambda spec=spec: spec.server.weights) for spec in cfg.servers}
+    named = needed | on_servers
     given = {name: threads.submit(_read, cfg, name, path) for name, path in directories.items()}
     threads.shutdown(wait=False)
 
@@ -247,8 +249,9 @@ def start_weights_component(cfg: Config, model_path: str) -> Component:
             known = saved.get(name)
             if known not in (None, digests[name].result()) and not is_allowed(name, allowed):
                 remedy = _SAME_EMBEDDED if name == "model.path" and cfg.model.path is None else "restore them"
+                remedy = remedy if name in needed else "start the server with those"
                 refused.append(
-                    f"{name}={needed[name]}: its weights are not those that the run began with, and the checkpoint "
+                    f"{name}={named[name]}: its weights are not those that the run began with, and the checkpoint "
                     f"depends on those; {remedy}, or allow others with trainer.allow_config_change=[{name}]"
                 )
         can_fork = not _compared_keys(cfg, fork=True)
@@ -271,7 +274,7 @@ def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
     They are those with which the run still computes. A fork may replace a model that checkpoints do not hold.
     """
     roles = [role for role in cfg.roles if role.needs_initial_weights and (role.saved or not fork)]
-    return list(dict.fromkeys(role.path_key for role in roles))
+    return list(dict.fromkeys(one.path_key for one in (*roles, *(() if fork else cfg.servers))))
 
 
 def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
@@ -287,8 +290,11 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
     directories = {key: model_path if key == "model.path" else resolve_model_path(name) for key, name in names.items()}
     if begins:
         directories["model.path"] = model_path
-    needed = directories if begins else {key: directories.get(key, model_path) for key in _compared_keys(cfg)}
+    on_servers = {spec.path_key: spec for spec in cfg.servers}
+    compared = [key for key in _compared_keys(cfg) if key not in on_servers]
+    needed = directories if begins else {key: directories.get(key, model_path) for key in compared}
     found = [f"{key}:{_fingerprint(path)}" for key, path in sorted(needed.items())]
+    found += [f"{key}:{spec.server.weights}" for key, spec in sorted(on_servers.items())]
     if cfg.model.path is not None and not begins:
         found.append(f"files of model.path:{_fingerprint_files(cfg, model_path)}")
     return " ".join(found)
@@ -326,14 +332,18 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
     files = _saved_files(checkpoint).get("files", {})
     weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
     compared = _compared_keys(cfg)
-    return tuple(
+    movable = [
         key
         for key, path in _path_names(cfg).items()
         if os.path.isdir(path)
         and key in files
         and (key in weights or key not in compared)
         and not is_allowed(key, cfg.trainer.allow_config_change)
-    )
+    ]
+    of_sources = [role for role in cfg.roles if role.source]  # one config key holds their paths
+    if all(role.path_key in movable for role in of_sources):
+        movable += [role.config_key for role in of_sources[:1]]
+    return tuple(movable)
 
 
 def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:

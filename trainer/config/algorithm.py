@@ -16,6 +16,7 @@ from trainer.import_utils import (
     parameter_names,
     takes_any_option,
 )
+from trainer.process.model_server import MOST_TOP_K
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -24,8 +25,10 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 CORRECTIONS = ("tis", "mis")
 SAMPLED, FORWARD, REVERSE, JSD = "sampled", "forward", "reverse", "jsd"
-TEACHER_KEY, TEACHER_LOGPROBS = "algorithm.teacher.path", "teacher_logprobs"
+TEACHER_KEY, TEACHER_URL, TEACHER_LOGPROBS = "algorithm.teacher.path", "algorithm.teacher.url", "teacher_logprobs"
 _OF_MODELS = ("ref_logprobs", "rollout_logprobs", TEACHER_LOGPROBS)
+TEACHER_TOP = "teacher_top"
+"""Arrays of the teacher's likeliest tokens, `(B, T, k)`, begin with this: `teacher_top_ids`, `teacher_top_logprobs`."""
 AUTO, OFF = "auto", "off"
 
 
@@ -64,9 +67,10 @@ BUILT_IN_INPUTS = {
 
 @dataclass
 class TeacherConfig(Section):
-    path: str | None = setting(None, resume="update")
+    path: Any = setting(None, is_open=True, resume="update")
     """The teacher of on-policy distillation, on the ranks: a Hugging Face id or a directory. It has the tokens of the
-    policy. null: no teacher."""
+    policy. With `data.mix`, a mapping may name one for each source: `{math: DIRECTORY, code: DIRECTORY}`. null: no
+    teacher on the ranks."""
     divergence: str = setting(SAMPLED, choices=(SAMPLED, FORWARD, REVERSE, JSD), resume="update")
     """The divergence that `algorithm.opd_kl_coef` weighs: `sampled` (KL(policy || teacher) at the sampled tokens), or
     over the whole vocabulary `forward` (KL(teacher || policy)), `reverse` (KL(policy || teacher)) or `jsd`."""
@@ -74,6 +78,33 @@ class TeacherConfig(Section):
     """`jsd`: weight of the teacher in the mixture (GKD, Agarwal et al., 2023)."""
     temperature: float = setting(1.0, above=0, resume="update")
     """The divergence is that of the softmax of both models' logits divided by this."""
+    url: Any = setting(None, is_open=True, resume="harmless")
+    """In place of `path`, the address of an inference server with the teacher (`trainer inference model.path=…`), or a
+    mapping from sources to addresses. A resume finds the same weights there, at this address or another."""
+    top_k: int = setting(16, at_least=1, at_most=MOST_TOP_K, resume="update")
+    """With `url`, a divergence over the vocabulary compares this number of the teacher's likeliest tokens, and the
+    probability of all others together."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a teacher, on the ranks or on a server."""
+        return self.path is not None or self.url is not None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The teachers on the ranks, by the source of the mix whose rows each reads. `""`: all rows."""
+        return _by_source(self.path)
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """The teachers on servers, by source."""
+        return _by_source(self.url)
+
+
+def _by_source(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    return {str(name): str(one) for name, one in value.items()} if isinstance(value, Mapping) else {"": str(value)}
 
 
 @dataclass
@@ -168,7 +199,7 @@ class AlgorithmConfig(Section):
 
     @property
     def vocabulary_divergence(self) -> TeacherConfig | None:
-        """The divergence over the whole vocabulary that the policy loss has; None: it has none."""
+        """The divergence over the vocabulary that the policy loss has; None: it has none."""
         return self.teacher if self.opd_kl_coef > 0 and self.teacher.divergence != SAMPLED else None
 
     @property

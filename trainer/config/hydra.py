@@ -204,8 +204,8 @@ def to_config(dict_config: Any) -> Config:
 
 
 def _set_defaults_of_task(config: Config) -> None:
-    """Set `TaskSpec.defaults` where neither a word nor a file of the user sets a value, be it that of the schema, and no
-    other group another value."""
+    """Set `TaskSpec.defaults` where neither a word nor a file that the user has named sets the key, be it to the value
+    of the schema, and no other group another value."""
     given = {word.partition("=")[0].lstrip("+~") for word in words_given()}
     in_files = _CHOSEN | _LINES.keys()
     for key, value in config.task.defaults.items():
@@ -289,11 +289,8 @@ def _store_file(path: str, directories: Sequence[str]) -> str:
 
 
 def _keys_of_choice(group: str, names: str, directories: Sequence[str]) -> Iterator[str]:
-    """Yield the dotted keys that the chosen files of a group set, with those of the choices that they build on.
-
-    Args:
-        names: one name, or several as `[a,b]`.
-    """
+    """Yield the dotted keys that the chosen files of a group set, with those of the choices that they build on. `names`
+    is one, or several as `[a,b]`."""
     import yaml
 
     for name in re.findall(r"[^\s,\[\]'\"]+", names):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,24 +118,6 @@ class RolloutConfig(Section):
         return works_ahead(vars(self))
 
 
-TOKEN = "TRAINER_INFERENCE_TOKEN"
-"""Environment variable with the token of inference servers. Servers, jobs and people need the same value."""
-
-_SHORTEST_TOKEN = 16
-
-
-def read_token() -> str | None:
-    """Return the token of inference servers from the environment; None: the variable is not set.
-
-    Raises:
-        UserError: it protects nothing, or no HTTP header can hold it.
-    """
-    token = os.environ.get(TOKEN)
-    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")
-    return token
-
-
 @dataclass
 class InferenceConfig(Section):
     host: str = setting("127.0.0.1", resume="harmless")
@@ -154,6 +135,9 @@ class RewardModelConfig(Section):
     path: str | None = setting(None, resume="rollouts")
     """Directory or Hugging Face id of the reward model that the reward `model` asks: a sequence classifier with one
     label and the tokenizer of the policy, such as an export of `trainer rm`. The ranks hold it beside the policy."""
+    url: str | None = setting(None, resume="harmless")
+    """In place of `path`, the address of a server with the reward model, such as one of `trainer inference`
+    (docs/rewards.md). A resume finds the same weights there, at this address or another."""
 
 
 @dataclass
@@ -196,7 +180,7 @@ class RewardConfig(Section):
 
     @property
     def is_model(self) -> bool:
-        """Whether a reward model on the ranks gives the rewards."""
+        """Whether a reward model gives the rewards."""
         return self.name in (MODEL, [MODEL])
 
     def names(self) -> list[str]:

@@ -20,6 +20,7 @@ from trainer.config.algorithm import (
     CORRECTIONS,
     JSD,
     TEACHER_KEY,
+    TEACHER_URL,
     TeacherConfig,
     correction_of,
     saved_correction,
@@ -28,11 +29,12 @@ from trainer.config.data import EXO, GENERATORS, SIMPO, SMOOTHED, DataConfig, Na
 from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
-from trainer.config.rollout import MODEL, REMOTE, TOKEN, EnvironmentConfig, RewardConfig, RolloutConfig
+from trainer.config.rollout import MODEL, REMOTE, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
 from trainer.config.trainer import SERVICES, THIS_PROCESS, LoggerConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
+from trainer.process.model_server import TOKEN
 
 Rules = Iterator[tuple[Any, str, str]]
 """Whether the rule is broken, the key to name, and what is wrong. Those after a broken rule are not made."""
@@ -108,7 +110,7 @@ def check_trainer(config: Config) -> Rules:
     yield t.load_components and not forks, "trainer.load_components", problem
     yield not _is_time(t.deadline), "trainer.deadline", "must be a time such as 2026-11-21T18:00"
     for name in t.allow_config_change:
-        if not is_name(name) and name not in [role.path_key for role in config.roles]:
+        if not is_name(name) and name not in [one.path_key for one in (*config.roles, *config.servers)]:
             yield True, "trainer.allow_config_change", no_such_key(name)
 
 
@@ -189,8 +191,8 @@ def _check_apart(config: Config) -> None:
         paths[parent] = os.path.dirname(resume_path.rstrip("/"))
     pairs += [pair for pair in permutations(paths, 2) if set(pair) != {ckpt, parent}]
     # Not those of `config.roles`: a config may name a loss that cannot be imported here.
-    named = ("model.path", "trainer.critic.path", "reward.model.path", TEACHER_KEY)
-    of_models = {key: value_of(config, key) for key in named}
+    of_models = {key: value_of(config, key) for key in ("model.path", "trainer.critic.path", "reward.model.path")}
+    of_models |= {f"{TEACHER_KEY}.{name}".rstrip("."): path for name, path in config.algorithm.teacher.paths.items()}
     models = {key: path for key, path in of_models.items() if path and os.path.isdir(path)}  # not a name of the Hub
     pairs += [(key, other) for key in models for other in deleted if other in paths]
     paths |= {own: run_dir, **models}
@@ -268,19 +270,55 @@ def check_algorithm(config: Config) -> Rules:
 
 def _distillation(config: Config) -> Rules:
     a, teacher, name = config.algorithm, config.algorithm.teacher, "algorithm.teacher"
-    yield a.opd_kl_coef > 0 and teacher.path is None, "algorithm.opd_kl_coef", f"needs {TEACHER_KEY}"
+    either = f"needs {TEACHER_KEY} or {TEACHER_URL}"
+    yield a.opd_kl_coef > 0 and not teacher.exists, "algorithm.opd_kl_coef", either
     problem = "trains nothing without algorithm.opd_kl_coef above 0, because all advantages are 0"
     yield a.advantage_estimator == "zero" and a.opd_kl_coef == 0, "algorithm.advantage_estimator", problem
-    is_read = teacher.path is None or a.opd_kl_coef > 0 or a.reads_teacher_logprobs
+    is_read = not teacher.exists or a.opd_kl_coef > 0 or a.reads_teacher_logprobs
     problem = "nothing reads the teacher; set algorithm.opd_kl_coef, or algorithm.advantage_estimator=reverse_kl"
-    yield not is_read, TEACHER_KEY, problem
-    for key in changed_keys(teacher, TeacherConfig(path=teacher.path, temperature=teacher.temperature), name):
+    yield not is_read, TEACHER_KEY if teacher.url is None else TEACHER_URL, problem
+    given = TeacherConfig(path=teacher.path, url=teacher.url, temperature=teacher.temperature)
+    for key in changed_keys(teacher, given, name):
         yield a.opd_kl_coef == 0, key, "needs algorithm.opd_kl_coef above 0"
         yield key == f"{name}.beta" and teacher.divergence != JSD, key, f"needs {name}.divergence={JSD}"
+        problem = f"needs {TEACHER_URL} and a divergence over the vocabulary"
+        yield key == f"{name}.top_k" and (teacher.url is None or a.vocabulary_divergence is None), key, problem
     problem = f"sampled tokens show a divergence at rollout.temperature={config.rollout.temperature} alone; choose it"
-    is_other = teacher.path is not None and teacher.temperature != config.rollout.temperature
+    is_other = teacher.exists and teacher.temperature != config.rollout.temperature
     yield is_other and a.reads_teacher_logprobs, f"{name}.temperature", f"{problem}, or forward, reverse or jsd"
-    yield teacher.path is None and teacher.temperature != 1, f"{name}.temperature", f"needs {TEACHER_KEY}"
+    yield not teacher.exists and teacher.temperature != 1, f"{name}.temperature", either
+    yield from _teachers(config)
+
+
+def _teachers(config: Config) -> Rules:
+    """Teachers on servers, and several of them."""
+    a, teacher, mix = config.algorithm, config.algorithm.teacher, config.data.mix
+    problem = f"the teacher is on the ranks ({TEACHER_KEY}) or on a server; drop one of the two"
+    yield teacher.path is not None and teacher.url is not None, TEACHER_URL, problem
+    key, by_source = (TEACHER_URL, teacher.urls) if teacher.url is not None else (TEACHER_KEY, teacher.paths)
+    if "" not in by_source and teacher.exists:
+        unknown, unmapped = sorted(by_source.keys() - mix.keys()), sorted(mix.keys() - by_source.keys())
+        yield unknown, key, f"data.mix has no source {', '.join(unknown)}; name its sources, or give one teacher"
+        yield unmapped, key, f"names no teacher for data.mix.{', data.mix.'.join(unmapped)}; name one for each source"
+    problem = "several teachers on the ranks show the tokens that were sampled alone; choose sampled, or servers"
+    several = teacher.path is not None and "" not in by_source
+    yield several and a.vocabulary_divergence is not None, "algorithm.teacher.divergence", problem
+    for url in teacher.urls.values():
+        yield from _address(TEACHER_URL, url)
+    if teacher.url is not None:
+        problem = "a server gives the log-probs of temperature 1; choose 1, or a teacher on the ranks"
+        yield teacher.temperature != 1, "algorithm.teacher.temperature", problem
+        problem = f"splits the vocabulary, and {TEACHER_URL} gives its likeliest tokens; choose 1, or sampled"
+        splits = config.trainer.tensor_parallel_size > 1 and a.vocabulary_divergence is not None
+        yield splits, "trainer.tensor_parallel_size", problem
+
+
+def _address(key: str, url: str) -> Rules:
+    """An address of an inference server that is none."""
+    yield "@" in url, key, f"an address must hold no password; the token of the servers is the variable {TOKEN}"
+    parts = split_http_url(url)
+    is_wrong = parts is None or parts.path not in ("", "/") or parts.query or parts.fragment
+    yield is_wrong, key, f"{url} is no address of a server; write http://HOST:PORT"
 
 
 def check_group_size(config: Config, key: str) -> None:
@@ -392,7 +430,7 @@ def _generator(config: Config, section: str, generator: str, sizes: Sequence[str
 @_rules_of("")
 def check_rewards(config: Config) -> Rules:
     """Rewards that contradict their weights, or whose server is missing."""
-    paths: set[str | None] = set()
+    models: set[str | None] = set()
     for name, reward in config.sections(RewardConfig):
         is_list = isinstance(reward.name, list) and reward.name and all(isinstance(item, str) for item in reward.name)
         problem = "must be a name, or a list of names; where an environment gives the rewards, leave reward.* out"
@@ -402,12 +440,21 @@ def check_rewards(config: Config) -> Rules:
         problem = f"must have a weight for each of the {len(names)} rewards of {name}.name"
         yield reward.weights and len(reward.weights) != len(names), f"{name}.weights", problem
         yield MODEL in names and len(names) > 1, f"{name}.name", f"{MODEL} gives the whole reward; name it alone"
-        paths.add(reward.model.path)
-        is_lost, key = reward.model.path is None and reward.is_model, f"{name}.model.path"
-        yield is_lost, f"{name}.name", f"{MODEL} needs {key}, the directory of a reward model"
-        yield len(paths - {None}) > 1, key, "is a second reward model; the ranks hold one"
+        is_server = reward.model.url is not None
+        key, own = f"{name}.model.{'url' if is_server else 'path'}", reward.model.url or reward.model.path
+        models.add(own)
+        problem = f"{MODEL} needs {key}, the directory of a reward model, or {name}.model.url, a server with one"
+        yield own is None and reward.is_model, f"{name}.name", problem
+        yield (
+            is_server and reward.model.path is not None,
+            key,
+            "a reward model is on a server or on the ranks; drop one",
+        )
+        yield len(models - {None}) > 1, key, "is a second reward model; a run has one"
         problem = f"is read by the reward {MODEL} alone; set {name}.name={MODEL}, or leave it out"
-        yield reward.model.path is not None and not reward.is_model, key, problem
+        yield own is not None and not reward.is_model, key, problem
+        if reward.model.url is not None:
+            yield from _address(key, reward.model.url)
         is_lost, key = reward.url is None and REMOTE in names, f"{name}.url"
         yield is_lost, f"{name}.name", f"remote needs {key}, the address of the server"
         if reward.url is not None:
@@ -481,10 +528,7 @@ def _servers(config: Config) -> Rules:
     yield rollout.urls and not served, key, f"{own} uses no servers; choose server"
     yield served and not rollout.urls, key, f"{own} needs the addresses of servers"
     for url in rollout.urls:
-        yield "@" in url, key, f"an address must hold no password; the token of the servers is the variable {TOKEN}"
-        parts = split_http_url(url)
-        is_wrong = parts is None or parts.path not in ("", "/") or parts.query or parts.fragment
-        yield is_wrong, key, f"{url} is no address of a server; write http://HOST:PORT"
+        yield from _address(key, url)
     yield len({url.rstrip("/") for url in rollout.urls}) < len(rollout.urls), key, "names a server twice"
     problem = f"there is one engine for each of the {len(rollout.urls)} rollout.urls; leave this key out"
     yield rollout.urls and rollout.num_engines != len(rollout.urls), "rollout.num_engines", problem

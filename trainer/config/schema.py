@@ -19,8 +19,8 @@ from trainer.config.data import DataConfig, DPOConfig, NamedData, RMConfig, SFTC
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.fields import Section, subsection, value_of, walk_keys, walk_sections
 from trainer.config.model import ModelConfig
-from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RolloutConfig
-from trainer.config.tasks import OPTIONS, RoleSpec, TaskSpec, find_task
+from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RewardModelConfig, RolloutConfig
+from trainer.config.tasks import OPTIONS, RoleSpec, ServerSpec, TaskSpec, find_task, servers_of
 from trainer.config.trainer import LoggerConfig, PlanConfig, TrainerConfig
 from trainer.errors import UserError, did_you_mean
 
@@ -76,13 +76,13 @@ class Config(Section):
         return dataclasses.replace(self, data=data, environment=named.environment, reward=named.reward)
 
     @property
-    def reward_model(self) -> str | None:
-        """Path of the reward model on the ranks. None: no source of data is rewarded by one."""
+    def reward_model(self) -> RewardModelConfig:
+        """The reward model that a source of data is rewarded by. Without a path and an address: there is none."""
         for name, reward in self.sections(RewardConfig):
             environment: EnvironmentConfig = value_of(self, f"{name.removesuffix('reward')}environment")
             if reward.is_model and environment.name is None and self.task.reward_functions:
-                return reward.model.path
-        return None
+                return reward.model
+        return RewardModelConfig()
 
     @property
     def on_failure(self) -> str:
@@ -193,6 +193,11 @@ class Config(Section):
     def roles(self) -> tuple[RoleSpec, ...]:
         """The models of the run, the policy first. Made of the config as it is at each call, within microseconds."""
         return self.task.roles_of(self)
+
+    @property
+    def servers(self) -> tuple[ServerSpec, ...]:
+        """The frozen models of the run that are on inference servers."""
+        return servers_of(self) if self.task.generates else ()
 
     @property
     def syncs_adapter(self) -> bool:

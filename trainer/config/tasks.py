@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config.algorithm import TEACHER_KEY, TEACHER_LOGPROBS
+from trainer.config.algorithm import TEACHER_KEY, TEACHER_LOGPROBS, TEACHER_URL
 from trainer.config.data import SIMPO
 from trainer.config.fields import value_of
 from trainer.config.model import FSDPConfig, LoraConfig, OptimizerConfig
 from trainer.errors import UserError, did_you_mean
 from trainer.import_utils import import_function, import_numpy, user_code
+from trainer.process.model_server import LOGPROBS, SCORES, ModelServer, model_server
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -64,6 +65,8 @@ class RoleSpec:
     """Copy the policy's weights into this role every this many steps. None: never."""
     is_policy_base: bool = False
     """The role is the policy without its adapters, and needs no module of its own."""
+    source: str = ""
+    """The source of `data.mix` whose rows alone the role reads before the update. Empty: all rows."""
     read_by: str = ""
     """The trained role whose update reads the distributions of this one over the vocabulary. Empty: none."""
 
@@ -90,6 +93,11 @@ class RoleSpec:
         return f"{self.section}.{'fsdp' if name == 'sharding' else name}"
 
     @property
+    def config_key(self) -> str:
+        """The config key with `path`, or with a mapping from sources to paths."""
+        return self.path_key.removesuffix(f".{self.source}")
+
+    @property
     def has_adapters(self) -> bool:
         return self.lora.rank is not None
 
@@ -102,6 +110,53 @@ class RoleSpec:
     def needs_initial_weights(self) -> bool:
         """Whether a resume computes with the initial weights, because a checkpoint does not hold all of the weights."""
         return not self.saved or self.has_adapters
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """A frozen model of a run on an inference server (`trainer.process.model_server`)."""
+
+    name: str
+    """As of a role."""
+    url: str
+    path_key: str
+    """Names `url`, as that of a role names a path."""
+    output: str
+    """`LOGPROBS` or `SCORES`."""
+    source: str = ""
+    """As of a role."""
+    computes: str = ""
+    """As of a role."""
+    top_k: int = 0
+    """Likeliest tokens that it gives for a divergence over the vocabulary."""
+
+    @property
+    def server(self) -> ModelServer:
+        """Its client."""
+        return model_server(self.url, self.path_key, self.output)
+
+
+def servers_of(config: Config) -> tuple[ServerSpec, ...]:
+    """Return the frozen models of a run that are on servers."""
+    a, url = config.algorithm, config.reward_model.url
+    servers = [ServerSpec(REWARD_MODEL, url, "reward.model.url", SCORES)] if url is not None else []
+    for source, one in a.teacher.urls.items() if config.task.trains else ():
+        servers.append(
+            ServerSpec(
+                _of_source("teacher", source, "_"),
+                one,
+                _of_source(TEACHER_URL, source, "."),
+                LOGPROBS,
+                source,
+                computes=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
+                top_k=a.teacher.top_k if a.vocabulary_divergence is not None else 0,
+            )
+        )
+    return tuple(servers)
+
+
+def _of_source(name: str, source: str, joint: str) -> str:
+    return f"{name}{joint}{source}" if source else name
 
 
 def policy_role(
@@ -174,18 +229,22 @@ def reference_role(config: Config, moves: bool = True) -> RoleSpec:
     )
 
 
-def teacher_role(config: Config) -> RoleSpec:
-    """Return the frozen teacher of on-policy distillation."""
+def teacher_roles(config: Config) -> list[RoleSpec]:
+    """Return the frozen teachers of on-policy distillation on the ranks: one, or one for each source of the data."""
     a = config.algorithm
-    return RoleSpec(
-        "teacher",
-        a.teacher.path,
-        computes=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
-        section="trainer.policy",
-        sharding=config.trainer.policy.fsdp,
-        path_key=TEACHER_KEY,
-        read_by="policy" if a.vocabulary_divergence is not None else "",
-    )
+    return [
+        RoleSpec(
+            _of_source("teacher", source, "_"),
+            path,
+            computes=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
+            section="trainer.policy",
+            sharding=config.trainer.policy.fsdp,
+            path_key=_of_source(TEACHER_KEY, source, "."),
+            source=source,
+            read_by="policy" if a.vocabulary_divergence is not None else "",
+        )
+        for source, path in a.teacher.paths.items()
+    ]
 
 
 def check_roles(roles: Sequence[RoleSpec]) -> None:
@@ -199,7 +258,7 @@ def check_roles(roles: Sequence[RoleSpec]) -> None:
     for role, other in itertools.combinations(roles, 2):
         if role.name == other.name:
             raise UserError(f"two roles of the task have the name {role.name}; give them different names")
-        if role.computes and role.computes == other.computes:
+        if role.computes and role.computes == other.computes and role.source == other.source:
             raise UserError(f"the roles {role.name} and {other.name} both compute {role.computes}; rename one")
         if role.path_key == other.path_key and role.path != other.path:
             raise UserError(
@@ -223,12 +282,10 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
         roles.append(critic_role(config))
     if "ref_logprobs" in reads:
         roles.append(reference_role(config))
-    if (path := config.reward_model) is not None:
+    if (path := config.reward_model.path) is not None:
         key, fsdp = "reward.model.path", config.trainer.policy.fsdp
         roles.append(RoleSpec(REWARD_MODEL, path, SCORE, section="trainer.policy", sharding=fsdp, path_key=key))
-    if config.algorithm.teacher.path is not None:
-        roles.append(teacher_role(config))
-    return tuple(roles)
+    return (*roles, *teacher_roles(config))
 
 
 def supervised_roles(config: Config) -> tuple[RoleSpec, ...]:

@@ -34,7 +34,7 @@ from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.estimates import row_values
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.models.checks import refuse_classifier, refuse_classifier_in
+from trainer.models.checks import check_vocabularies, refuse_classifier, refuse_classifier_in
 from trainer.models.export_weights import adapter_files, export
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
@@ -44,7 +44,7 @@ from trainer.process.log_setup import LOG_FILE
 from trainer.process.signals import Stopped
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
-from trainer.rewards.scoring import RewardPool
+from trainer.rewards.scoring import make_scorer
 from trainer.run.compatibility import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
 from trainer.sources.base import Evaluation
@@ -146,7 +146,10 @@ def _run(cfg: Config, subject: Subject, device: str, lock: RunLock, results: Res
     with stage("reading the data"):
         sets = _read_sets(cfg, sources, tokenizer)
     rollout_settings, _ = deciding_settings(cfg)
-    settings = identity(rollout_settings, {}, results.weights)
+    check_vocabularies(cfg, path)
+    settings = identity(
+        rollout_settings, {}, " ".join([results.weights, *(spec.server.weights for spec in cfg.servers)])
+    )
     cache = RewardCache(directory, lock.check)
     with contextlib.ExitStack() as ends:
         journal = Journal(directory, settings, lock.check, is_on=cfg.rollout.journal)
@@ -155,7 +158,7 @@ def _run(cfg: Config, subject: Subject, device: str, lock: RunLock, results: Res
         pool = EnginePool(cfg, cluster, weights, path, keeps_weights=True)
         ends.callback(pool.leave)
         scorers = make_scorers(
-            cfg, sources.values(), lambda own: None if own.environment.name else RewardPool(own.reward, cache)
+            cfg, sources.values(), lambda own: None if own.environment.name else make_scorer(own, cache)
         )
         routes = make_routes(cfg, scorers, tokenizer)
         rollouts = Rollouts(cfg, pool, stop_token_ids(path, tokenizer), routes, journal)

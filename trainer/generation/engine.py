@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from trainer.config.engines import EngineSpec
-from trainer.config.rollout import TOKEN
 from trainer.import_utils import import_function
 from trainer.process import time_limits
+from trainer.process.model_server import TOKEN
 
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import WeightSource

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config
-from trainer.config.rollout import TOKEN
 from trainer.config.tasks import POLICY_KEY
 from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, describe_error, set_failure_source
 from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
@@ -33,6 +32,7 @@ from trainer.generation.transport import (
     make_transport,
 )
 from trainer.models.files import check_one_reading, check_torchvision
+from trainer.process.model_server import TOKEN
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from trainer.config import RolloutConfig
-from trainer.config.rollout import TOKEN, read_token
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.files.documents import ObjectShape, is_number, parse_object
 from trainer.files.shared_memory import SharedDirectory, choose_directory
@@ -26,6 +25,7 @@ from trainer.generation.engine import Completion, Request, RunningRequests, gene
 from trainer.generation.server_protocol import Job
 from trainer.process import time_limits
 from trainer.process.log_setup import show
+from trainer.process.model_server import TOKEN, read_token
 
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import Broadcast, SharedMemory

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LEASE, RENEW, RELEASE = "/trainer/lease", "/trainer/renew", "/trainer/release"
-GENERATE, WEIGHTS, UPLOAD, STATUS = "/trainer/generate", "/trainer/weights", "/trainer/upload", "/trainer/status"
+GENERATE, WEIGHTS, UPLOAD = "/trainer/generate", "/trainer/weights", "/trainer/upload"
 OWNER, START = "X-Trainer-Owner", "X-Trainer-Start"
 """Headers of every request of a job: its `Job.owner`, and the start of the engine that it has sent weights to."""
 BYTES = "X-Trainer-Bytes"

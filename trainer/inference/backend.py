@@ -21,10 +21,10 @@ from typing import Any
 import aiohttp
 import psutil
 
-from trainer.config.rollout import TOKEN
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
+from trainer.process.model_server import TOKEN
 from trainer.process.network import use_network_of
 from trainer.process.signals import SIGNALS
 from trainer.sandbox.reaper import is_tracker

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import hmac
 import ipaddress
 import json
@@ -26,6 +27,7 @@ from trainer.generation import server_protocol as protocol
 from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
 from trainer.inference.backend import Backend
 from trainer.inference.lease import InUseError, Lease, RefusedError, find_difference
+from trainer.process.model_server import LOGPROBS, SCORE, STATUS, VOCABULARY
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
@@ -43,15 +45,26 @@ class Gateway:
     Args:
         token: which every request must carry; None: none, and only this machine can ask.
         description: what the server tells jobs about itself: `max_tokens`, the longest sequence; `model`;
-            `repeats`, whether its completions repeat to the last bit.
+            `repeats`, whether its completions repeat to the last bit; `computes` (see `process.model_server`).
         architecture: of the model (see `server_protocol.describe_architecture`).
+        frozen: returns the digest of its weights, and the ids of its tokens by their texts. Called on a thread.
     """
 
-    def __init__(self, token: str | None, lease_s: float, description: dict[str, Any], architecture: Mapping[str, Any]):
+    def __init__(
+        self,
+        token: str | None,
+        lease_s: float,
+        description: dict[str, Any],
+        architecture: Mapping[str, Any],
+        frozen: Callable[[], tuple[str, Mapping[str, int]]],
+    ):
         self.backend: Backend
         self._token = token
         self._description = description
         self._architecture = architecture
+        self._frozen = functools.cache(frozen)
+        self._is_frozen = False  # a run reads the model that the server was started with, as a teacher
+        self._is_changed = False  # the engine has had weights of a job
         self._lease_of_job = Lease(lease_s, time.monotonic)
         self._weights_of: str | None = None  # the owner whose weights the engine has
         self._calls: set[asyncio.Task[Any]] = set()  # of the job
@@ -62,7 +75,9 @@ class Gateway:
     def application(self) -> web.Application:
         """Return the HTTP application."""
         app = web.Application(client_max_size=protocol.LARGEST_BODY, middlewares=[self._guard])
-        app.router.add_get(protocol.STATUS, self._status)
+        app.router.add_get(STATUS, self._status)
+        app.router.add_get(VOCABULARY, self._vocabulary)
+        app.router.add_post(SCORE, self._score)
         app.router.add_post(protocol.LEASE, self._lease)
         app.router.add_post(protocol.RENEW, self._renew)
         app.router.add_post(protocol.RELEASE, self._release)
@@ -72,6 +87,11 @@ class Gateway:
         app.router.add_route("*", "/{path:.*}", self._forward)
         app.on_cleanup.append(self._clean_up)
         return app
+
+    def begin_engine(self) -> None:
+        """Note that a new engine has the weights that the server was started with."""
+        self._is_changed = False
+        self.forget_weights()
 
     def forget_weights(self) -> None:
         """Note that the engine has no weights of a job any more. A job sends all of them to the next one."""
@@ -105,7 +125,23 @@ class Gateway:
     async def _status(self, _: web.Request) -> web.Response:
         job = self._lease_of_job.job
         state = "ready" if self.backend.is_ready else "starting"
-        return web.json_response({**self._description, "state": state, "job": job and job.name})
+        weights = (await asyncio.to_thread(self._frozen))[0] if self.backend.is_ready else ""
+        return web.json_response({**self._description, "weights": weights, "state": state, "job": job and job.name})
+
+    async def _vocabulary(self, _: web.Request) -> web.Response:
+        return web.json_response({"tokens": (await asyncio.to_thread(self._frozen))[1]})
+
+    async def _score(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        message = await _json(request)
+        if message.get("weights") != (await asyncio.to_thread(self._frozen))[0]:
+            raise RefusedError("serves other weights than those that this run began with; start it with those")
+        if self._lease_of_job.job is not None or self._is_changed:
+            raise RefusedError("has weights of a job that samples; start a server of its own for a frozen model")
+        self._is_frozen = True
+        if not self.backend.is_ready:
+            return web.json_response(error_body(protocol.BUSY, "its engine is starting"), status=503)
+        return await self._pipe(request, SCORE, body)
 
     async def _lease(self, request: web.Request) -> web.Response:
         message = await _json(request)
@@ -114,6 +150,8 @@ class Gateway:
             architecture = dict(message["job"].get("architecture") or {})
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f"no job: {error!r}") from error
+        if self._is_frozen or self._description["computes"] != LOGPROBS:
+            raise RefusedError("serves a frozen model to a run; start another server for this job")
         if tokens > self._description["max_tokens"]:
             raise RefusedError(
                 f"takes {self._description['max_tokens']} tokens, prompt and completion together, and this job needs "
@@ -213,7 +251,7 @@ class Gateway:
                     if uploads is None or _sizes(uploads.path) != files:
                         raise LookupError("it has not the files of this job")
                     order = {**order, "path": uploads.path}
-                self._weights_of = None
+                self._weights_of, self._is_changed = None, True
                 answer = await self._ask_to_load(order)
             except RefusedError as error:
                 return error_body(protocol.REFUSED, str(error))

@@ -13,13 +13,14 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.engines import ENGINES
-from trainer.config.rollout import TOKEN, read_token
 from trainer.errors import UserError
+from trainer.files.atomic_io import digest_weights
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.generation.server_protocol import describe_model
 from trainer.inference.backend import Backend
 from trainer.inference.gateway import Gateway, is_loopback
 from trainer.process import time_limits
+from trainer.process.model_server import LOGPROBS, SCORES, TOKEN, read_token
 from trainer.process.network import listen, start_server
 from trainer.process.signals import SIGNALS, Stopped
 
@@ -76,6 +77,9 @@ def _model(cfg: Config) -> Any:
 
 
 async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: str, name: str) -> None:
+    from trainer.models.checks import is_classifier
+    from trainer.models.files import load_config
+    from trainer.models.tokenizer import token_table
     from trainer.parallel.mesh import pick_device
 
     rollout, inference = cfg.rollout, cfg.inference
@@ -98,10 +102,15 @@ async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: 
         "model": name,
         "max_tokens": rollout.max_prompt_tokens + rollout.max_response_tokens,
         "repeats": repeats,
+        "computes": SCORES if is_classifier(load_config(cfg.model, path).architectures) else LOGPROBS,
     }
     architecture = describe_model(cfg.model, path, description["max_tokens"])
-    gateway = Gateway(token, time_limits.SERVER_LEASE_S, description, architecture)
-    gateway.backend = Backend(settings, gateway.forget_weights)
+
+    def frozen() -> tuple[str, dict[str, int]]:
+        return digest_weights(path), token_table(path, cfg.model.trust_remote_code) or {}
+
+    gateway = Gateway(token, time_limits.SERVER_LEASE_S, description, architecture, frozen)
+    gateway.backend = Backend(settings, gateway.begin_engine)
     runner = await start_server(gateway.application(), listener)
     shown = f"[{inference.host}]" if ":" in inference.host else inference.host
     address = f"http://{shown}:{listener.getsockname()[1]}"

@@ -21,10 +21,12 @@ from transformers import AutoTokenizer
 
 from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
+from trainer.errors import one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Request
 from trainer.generation.server_protocol import with_signs_of_life
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.process import model_server
 
 _OWN_OPTIONS = ("skip_tokenizer_init", "use_tqdm_on_load")
 """Options of `vllm.LLM` that a server for people does without."""
@@ -81,6 +83,7 @@ def arguments(socket_path: str, settings: dict[str, Any]) -> list[str]:
         "chat_template": template if os.path.exists(template) else None,
         **device_options(rollout, device, settings["model_path"], settings["trust_remote_code"]),
         **({"distributed_executor_backend": "uni"} if device == "cpu" else {}),
+        "max_logprobs": model_server.MOST_TOP_K,
         **rollout.engine_args,
         "middleware": f"{__name__}.JobRoutes",
         "uds": socket_path,
@@ -129,6 +132,9 @@ class JobRoutes:
             case protocol.GENERATE:
                 await self._generate(engine, protocol.decode_requests(await request.body()), scope, receive, send)
                 return
+            case model_server.SCORE:
+                message = await request.json()
+                response = StreamingResponse(with_signs_of_life(self._scores(engine, message)))
             case protocol.WEIGHTS:
                 response = StreamingResponse(with_signs_of_life(self._loaded(engine, await request.json())))
             case _:
@@ -147,6 +153,22 @@ class JobRoutes:
             await engine.collective_rpc("check_health")  # they answer between two steps
             self._checked_at = at
         return progress
+
+    async def _scores(self, engine: Any, message: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Answer with what the frozen model computes for sequences (see `process.model_server`)."""
+        from vllm.exceptions import VLLMClientError
+
+        tasks = [
+            asyncio.ensure_future(_score_of(engine, ids, int(message.get("top_k", 0)))) for ids in message["token_ids"]
+        ]
+        try:
+            answer: dict[str, Any] = {"answers": await asyncio.gather(*tasks)}
+        except (VLLMClientError, ValueError, TypeError) as error:  # a sequence that the model cannot read
+            answer = protocol.error_body(protocol.REFUSED, f"cannot read a sequence ({one_line(str(error))})")
+        finally:
+            for task in tasks:
+                task.cancel()
+        yield json.dumps(answer).encode() + b"\n"
 
     async def _generate(self, engine: Any, requests: dict[int, Request], *connection: Any) -> None:
         """Answer with completions. The requests are in line before the answer begins, so before later new weights."""
@@ -262,6 +284,26 @@ class JobRoutes:
             finally:
                 await engine.engine_core.resume_scheduler_async()
             return {}
+
+
+async def _score_of(engine: Any, ids: list[int], top_k: int) -> Any:
+    """Return the score after the last token; or log-probs of the tokens but the first, or of the likeliest ones."""
+    from vllm import PoolingParams, SamplingParams
+
+    prompt, name = {"prompt_token_ids": ids}, uuid.uuid4().hex
+    if engine.model_config.runner_type == "pooling":
+        # Without the activation of vLLM, which makes a probability of a score.
+        params = PoolingParams(task="classify", use_activation=False)
+        outputs = [one async for one in engine.encode(prompt, params, name)]
+        return outputs[-1].outputs.data.float().item()
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=top_k, detokenize=False)
+    outputs = [one async for one in engine.generate(prompt, params, name)]
+    known = list(zip(ids, outputs[-1].prompt_logprobs, strict=True))[1:]
+    if not top_k:
+        return {"logprobs": [found[token].logprob for token, found in known]}
+    ranked = [sorted((one.rank, token, one.logprob) for token, one in found.items())[:top_k] for _, found in known]
+    columns = {"ids": 1, "logprobs": 2}
+    return {name: [[one[column] for one in some] for some in ranked] for name, column in columns.items()}
 
 
 def _progress(engine: Any) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample, TokenScores
+from trainer.learner.teachers import ServerTeachers
 from trainer.learner.train_workers import StoredBatch, TrainWorkers
 from trainer.metrics.timing import Timer, model_flops
-from trainer.objectives.base import GROUP, Experience, make_objective
+from trainer.objectives.base import GROUP, SOURCES, Experience, make_objective
 from trainer.objectives.batches import batch_of, build_batch
 from trainer.parallel.batching import Batch, select
 from trainer.parallel.load_balancing import has_old_logprobs
@@ -42,6 +43,8 @@ class Learner:
         self.cluster = cluster
         self.objective = make_objective(cfg)
         self.ranks = TrainWorkers(cfg, cluster)
+        self.teachers = ServerTeachers(cfg)
+        self._sources = sorted(cfg.data.mix) if any(one.source for one in (*cfg.roles, *cfg.servers)) else []
         self.peak_flops: float | None = None
         self._built: Callable[[], None] | None = None  # waits for what `begin_build` has begun
         self._forward_passes = 0.0
@@ -103,6 +106,9 @@ class Learner:
         """Compute what the objective reads of a step's episodes: log-probs, values, advantages."""
         failpoint("sampled")
         batch = batch_of(episodes, step)
+        if self._sources:
+            names = [episode.source.partition(".")[2] for episode in episodes for _ in episode.samples]
+            batch[SOURCES] = np.asarray([self._sources.index(name) for name in names])
         experience = self.objective.experience(episodes, self._add_arrays(batch, step))
         return dataclasses.replace(experience, sampled=batch["mask"])
 
@@ -112,22 +118,30 @@ class Learner:
         computations = self.objective.computes(batch, step)
         chosen = [(one, np.arange(size) if one.rows is None else one.rows) for one in computations]
         chosen = [(one, rows) for one, rows in chosen if len(rows)]
-        passes = [(one.role, len(rows) / size) for one, rows in chosen if one.output == "logprobs"]
+        passes = [
+            (one.role, len(rows) / size)
+            for one, rows in chosen
+            if one.output == "logprobs" and one.role not in self.teachers
+        ]
         self._forward_passes = sum(share * self.ranks.relative_sizes[role] for role, share in passes)
         if not chosen:
             return batch
         inputs = {name: batch[name] for name in _INPUTS}
-        found = {}
+        found: Batch = {}
+        known: dict[str, np.ndarray] = {}
         with self.timer("logprob"):
             stored = StoredBatch(self.cluster, inputs, *self._divided(batch, step))
             for one, rows in chosen:
-                if len(rows) == size:
-                    found[one.name] = self.ranks.compute(one.role, one.output, stored)
-                    continue
-                array, some = np.zeros(batch["mask"].shape, np.float32), StoredBatch(self.cluster, select(inputs, rows))
-                array[rows] = self.ranks.compute(one.role, one.output, some)
-                found |= {one.name: array, f"has_{one.name}": np.isin(np.arange(size), rows)}
-        return batch | found
+                if one.role in self.teachers:
+                    arrays = self.teachers.compute(one, batch, rows, step)
+                else:
+                    some = stored if len(rows) == size else StoredBatch(self.cluster, select(inputs, rows))
+                    arrays = {one.name: self.ranks.compute(one.role, one.output, some)}
+                for name, values in arrays.items():
+                    array = found.setdefault(name, np.zeros((size, *values.shape[1:]), values.dtype))
+                    array[rows, : values.shape[1]] = values
+                    known.setdefault(name, np.zeros(size, bool))[rows] = True
+        return batch | found | {f"has_{name}": has for name, has in known.items() if not has.all()}
 
     def _divided(self, batch: Batch, step: int) -> tuple[Sequence[np.ndarray] | None, bool]:
         """Return how `StoredBatch` divides a batch before the update: its mini-batches, and whether it keeps groups."""
@@ -210,10 +224,7 @@ class Learner:
         """
         batch = build_batch(samples)
         scores = self.ranks.compute(role, "values", StoredBatch(self.cluster, batch))
-        columns = np.arange(batch["mask"].shape[1])
-        last = ((batch["mask"] > 0) * columns).max(axis=1)
-        last = np.where((batch["mask"] > 0).any(axis=1), last, batch["lengths"] - 1)
-        return scores[np.arange(len(samples)), last]
+        return scores[np.arange(len(samples)), [sample.scored_length - 1 for sample in samples]]
 
     def accuracy(self, samples: Sequence[Sample]) -> float:
         """Return the share of samples whose tokens to train on are what greedy decoding would answer.

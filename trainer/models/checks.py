@@ -15,6 +15,7 @@ from trainer.errors import UserError, one_line
 from trainer.models.files import load_config, load_trained_config, resolve_model_path
 from trainer.models.tokenizer import token_table
 from trainer.parallel.axes import AXES, axis_sizes
+from trainer.process.model_server import LOGPROBS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -159,6 +160,10 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
     Raises:
         UserError: one has not.
     """
+    for spec in cfg.servers:
+        spec.server.check_length(cfg.longest_sequence)
+        named, known = f"{spec.path_key}={spec.url}", spec.server.vocabulary()
+        _compare_tokens(cfg, model_path, known, spec.name, named, may_have_more=spec.output == LOGPROBS)
     others = {role.path_key: role for role in cfg.roles if role.path is not None}
     if not others:
         return
@@ -176,23 +181,31 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
         if (size := axis_sizes(cfg.trainer)["tp"]) > 1 and role.read_by and known != tokens:
             problem = f"splits the {tokens} tokens of the policy and the {known} of the {role.name} unlike; choose 1"
             refuse_axis("tp", size, problem)
-        if role.head == LM:
-            _check_same_tokens(cfg, model_path, directory, role.name, named)
+        if role.head in (LM, SCORE):
+            known = token_table(directory, cfg.model.trust_remote_code)
+            _compare_tokens(cfg, model_path, known, role.name, named, may_have_more=role.head == LM)
 
 
-def _check_same_tokens(cfg: Config, model_path: str, directory: str, name: str, named: str) -> None:
-    """Refuse a language model that reads the policy's tokens as others, by the tokenizers of both.
+def _compare_tokens(
+    cfg: Config, model_path: str, known: Mapping[str, int] | None, name: str, named: str, may_have_more: bool = True
+) -> None:
+    """Refuse a model that reads the policy's tokens as others, by the tokenizers of both.
 
-    It may have further tokens. Without a tokenizer of the policy, nothing is compared.
+    Without a tokenizer of the policy, nothing is compared.
+
+    Args:
+        known: ids of its tokens; None, or empty: it has no tokenizer.
+        may_have_more: it may have further tokens.
     """
     own = token_table(model_path, cfg.model.trust_remote_code)
     if own is None:
         return
-    known = token_table(directory, cfg.model.trust_remote_code)
-    if known is None:
+    if not known:
         problem = f"has no tokenizer, so nothing shows that the {name} has the tokens of the policy"
         raise UserError(f"{named}: {problem}; save the tokenizer that it was trained with there")
     others = {number: token for token, number in own.items() if known.get(token) != number}
+    if not may_have_more:
+        others |= {number: token for token, number in known.items() if token not in own}
     if others:
         first = min(others)
         raise UserError(

@@ -23,7 +23,15 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trainer.config.algorithm import TeacherConfig
 from trainer.models.attention import packing_arguments
-from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, divergence, gradient_of_logits, log_softmax
+from trainer.models.online_softmax import (
+    OnlineSoftmax,
+    Slopes,
+    Vocabulary,
+    bucketed,
+    divergence,
+    gradient_of_logits,
+    log_softmax,
+)
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing, index_select
 
@@ -77,13 +85,13 @@ def logprobs_and_divergence(
     temperature: float,
     mask: Tensor,
     entropy: str | None,
-    teacher: Distributions,
+    teacher: Distributions | LikeliestTokens,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return log-probs and entropies (see `logprobs_and_entropy`), and the divergence from the teacher at each token.
 
     Args:
         entropy: see `Targets`.
-        teacher: its distributions at the same tokens (see `distributions`).
+        teacher: its distributions at the same tokens (see `distributions` and `likeliest_tokens`).
     """
     logprobs, entropies, divergences = _scores(model, input_ids, packing, temperature, mask, entropy, teacher)
     assert logprobs is not None and divergences is not None
@@ -113,6 +121,14 @@ def distributions(
     )
 
 
+def likeliest_tokens(
+    ids: Tensor, logprobs: Tensor, packing: Packing, mask: Tensor, settings: TeacherConfig
+) -> LikeliestTokens:
+    """Return the likeliest tokens of a teacher where `mask` is 1, from arrays `(b, t, k)`."""
+    where = _where(packing, mask)
+    return LikeliestTokens(ids[where], logprobs[where], settings)
+
+
 def _targets(
     input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
 ) -> Targets:
@@ -132,7 +148,7 @@ def _scores(
     temperature: float,
     mask: Tensor | None,
     entropy: str | None,
-    teacher: Distributions | None = None,
+    teacher: Distributions | LikeliestTokens | None = None,
 ) -> tuple[Tensor | None, ...]:
     where = _where(packing, mask)
     targets = replace(_targets(input_ids, packing, temperature, mask, entropy), teacher=teacher)
@@ -151,6 +167,8 @@ def _scores_of_slices(
     assert packing.cp is not None
     cp, count = packing.cp, len(targets.indices)
     local_targets, is_local = _local_targets(packing, targets)
+    if isinstance(targets.teacher, LikeliestTokens):
+        local_targets = replace(local_targets, teacher=targets.teacher.select(is_local))
 
     def gather(scores: Tensor) -> Tensor:
         return cp.all_reduce(scores.new_zeros(count).masked_scatter(is_local, scores))
@@ -176,6 +194,8 @@ vocabulary: 16 MB stay in the cache between one pass over them and the next."""
 _DIVERGENCE_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that exist at the same time for a divergence; its formula holds several tensors of that size."""
 _STATES = "states"
+_NEVER = -80.0
+"""Log-prob of what has no probability, finite so that its part of a divergence is 0."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +228,29 @@ class Distributions:
 
 
 @dataclass(frozen=True)
+class LikeliestTokens:
+    """What a teacher on a server says of its distributions at n targets."""
+
+    ids: Tensor
+    """`(n, k)`: its likeliest tokens."""
+    logprobs: Tensor
+    """`(n, k)`, at temperature 1."""
+    settings: TeacherConfig
+
+    def select(self, chosen: Tensor | slice) -> LikeliestTokens:
+        """Return those at some targets."""
+        return replace(self, ids=self.ids[chosen], logprobs=self.logprobs[chosen])
+
+    def divergence(self, of_policy: Tensor) -> Tensor:
+        """Return the divergence `(n,)` from the policy's log-probs `(n, v)`: the other tokens are one outcome."""
+        is_beyond = self.ids >= of_policy.shape[1]  # a column that the policy does not have
+        ids = self.ids.masked_fill(is_beyond, 0)
+        both = self.logprobs.to(of_policy.dtype), of_policy.gather(1, ids)
+        given = (logprobs.masked_fill(is_beyond, _NEVER) for logprobs in both)
+        return divergence(*map(bucketed, given), self.settings.divergence, self.settings.beta)
+
+
+@dataclass(frozen=True)
 class Targets:
     """The tokens of a row whose log-probs are needed."""
 
@@ -220,7 +263,7 @@ class Targets:
     entropy: str | None
     """Whether to compute entropies: `value`, `grad` (the value, with gradients) or None (no entropies). `states`: the
     input of the head is returned in place of log-probs."""
-    teacher: Distributions | None = None
+    teacher: Distributions | LikeliestTokens | None = None
     """Compute the divergence from these distributions, too."""
 
 
@@ -390,7 +433,12 @@ class _ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, head: Head, teacher: Distributions, vocabulary: Vocabulary
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        head: Head,
+        teacher: Distributions | LikeliestTokens,
+        vocabulary: Vocabulary,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.options = head, teacher, vocabulary
@@ -420,10 +468,14 @@ class _ChunkedDivergence(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def _divergences(logits: Tensor, head: Head, teacher: Distributions, chunk: slice, vocabulary: Vocabulary) -> Tensor:
+def _divergences(
+    logits: Tensor, head: Head, teacher: Distributions | LikeliestTokens, chunk: slice, vocabulary: Vocabulary
+) -> Tensor:
     """Return the divergences of some targets from the logits `W h` of the policy. A teacher may have more columns."""
     settings = teacher.settings
     of_policy = log_softmax(_apply(head, logits) / settings.temperature, vocabulary)
+    if isinstance(teacher, LikeliestTokens):
+        return teacher.select(chunk).divergence(of_policy)
     first = vocabulary.first if teacher.weight is None else 0  # else they are of this rank's slice already
     of_teacher = teacher.logits(chunk)[:, first : first + logits.shape[1]]
     of_teacher = log_softmax(of_teacher / settings.temperature, vocabulary)

@@ -20,6 +20,9 @@ from trainer.config.algorithm import FORWARD, JSD, REVERSE
 from trainer.parallel.ac_and_compile import allow_graphs
 from trainer.parallel.collectives import AxisGroup
 
+_LEAST_REST = 1e-6
+"""Probability of the tokens beyond the likeliest ones, below which rounding decides it."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -221,6 +224,12 @@ def divergence(teacher: Tensor, policy: Tensor, kind: str, beta: float) -> Tenso
     assert kind == JSD, kind
     mixture = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(policy, mixture)
+
+
+def bucketed(logprobs: Tensor) -> Tensor:
+    """Return log-probs `(n, k)` of some tokens with one more column: the log-prob of all other tokens together."""
+    rest = torch.log1p(-logprobs.exp().sum(dim=-1).clamp(max=1 - _LEAST_REST))
+    return torch.cat([logprobs, rest[:, None]], dim=-1)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ from torch import Tensor
 from trainer.algorithms import FixedKL, MovingAverages, Totals
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.config import LM, Config, RoleSpec
-from trainer.config.algorithm import TeacherConfig
+from trainer.config.algorithm import TEACHER_TOP, TeacherConfig
 from trainer.episodes import Episode
 from trainer.import_utils import import_function
 from trainer.parallel.batching import Batch, MicroBatch, mini_batches
 
 ROW, GROUP = "row", "group"
+SOURCES = "sources"
+"""Array of a batch `(B,)`: the source of each row, by its number among the sorted names of `data.mix`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Computation:
     """Of the array in the batch, such as `ref_logprobs`."""
     role: str
     output: str
-    """`logprobs` or `values`."""
+    """`logprobs` or `values`; or `top_k` of a teacher on a server: `{name}_ids` and `{name}_logprobs` `(B, T, k)`."""
     rows: np.ndarray | None = None
     """The rows to compute; the others stay 0, and `has_{name}` `(B,)` tells them apart. None: all rows."""
 
@@ -110,7 +112,17 @@ class Objective:
     def computes(self, batch: Batch, step: int) -> list[Computation]:
         """Return what is computed for the rows before the update: what each role with `RoleSpec.computes` computes."""
         outputs = {name: "logprobs" if spec.head == LM else "values" for name, spec in self.roles.items()}
-        return [Computation(spec.computes, name, outputs[name]) for name, spec in self.roles.items() if spec.computes]
+        roles = [(spec.computes, spec.name, outputs[spec.name], spec.source) for spec in self.roles.values()]
+        for spec in self.cfg.servers:
+            roles += [(spec.computes, spec.name, "logprobs", spec.source)]
+            roles += [(TEACHER_TOP, spec.name, "top_k", spec.source)] if spec.top_k else []
+        return [Computation(*named, self._rows_of(source, batch)) for *named, source in roles if named[0]]
+
+    def _rows_of(self, source: str, batch: Batch) -> np.ndarray | None:
+        """Return the rows of a source of `data.mix`. None: all rows."""
+        if not source:
+            return None
+        return np.flatnonzero(batch[SOURCES] == sorted(self.cfg.data.mix).index(source))
 
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
         """Return what the ranks train on.

@@ -60,7 +60,7 @@ def check_functions(config: Config) -> None:
             not take an option that the config sets; or the estimator compares completions that cannot differ.
     """
     algorithm = config.algorithm
-    scores = {role.computes for role in config.roles if role.computes}
+    scores = {one.computes for one in (*config.roles, *config.servers) if one.computes}
     if TEACHER_LOGPROBS in algorithm.reads - scores:
         readers = [key for key in (ESTIMATOR, LOSS) if TEACHER_LOGPROBS in algorithm.inputs_of(key)]
         named = " and ".join(f"algorithm.{key}={getattr(algorithm, key)}" for key in readers)

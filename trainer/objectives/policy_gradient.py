@@ -275,7 +275,7 @@ class PolicyGradient(Objective):
     @cached_property
     def _inputs(self) -> tuple[str, ...]:
         """Names of arrays that the policy loss reads, besides those that every policy loss gets."""
-        known = {*INPUTS[LOSS], *(spec.computes for spec in self.roles.values())}
+        known = {*INPUTS[LOSS], *(spec.computes for spec in (*self.roles.values(), *self.cfg.servers))}
         return tuple(name for name in parameter_names(self._function[0]) if name in known - set(GIVEN[LOSS]))
 
     def _value_loss(self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]) -> LossResult:

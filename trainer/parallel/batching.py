@@ -14,7 +14,7 @@ from trainer.parallel.packing import Packing
 from trainer.seeding import permutation
 
 Batch = dict[str, np.ndarray]
-"""Arrays that share their first axis (sequences); `(B, T)` per token, `(B,)` per sequence. Sequences are
+"""Arrays that share their first axis (sequences); `(B, T)` or `(B, T, k)` per token, `(B,)` per sequence. Sequences are
 padded on the right while they travel; `lengths (B,)` counts their tokens without padding."""
 
 
@@ -29,7 +29,7 @@ class MicroBatch:
     packing: Packing
     """The boundaries of the rows in `input_ids`."""
     arrays: dict[str, torch.Tensor]
-    """The other arrays: `(b, t)` with t the longest row, or `(b,)`."""
+    """The other arrays: `(b, t)` or `(b, t, k)` with t the longest row, or `(b,)`."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.arrays:
@@ -108,7 +108,7 @@ def take_rows(
     longest = int(lengths.max())
     arrays = {}
     for name, array in batch.items():
-        part = array[picked, :longest] if array.ndim == 2 else array[picked]
+        part = array[picked, :longest] if array.ndim > 1 else array[picked]
         arrays[name] = np.zeros_like(part) if not len(rows) and part.dtype.kind == "f" else part
     taken = None  # from the first row of the group
     if shared is not None:

@@ -280,7 +280,7 @@ def _share(batch: Batch, planned: Sequence[_Planned], rank: int) -> Share:
     if not len(numbers):
         numbers = np.zeros(1, np.int64)  # a rank without rows computes one, whose masks are 0
     longest = int(batch["lengths"][numbers].max())
-    arrays = {name: array[numbers, :longest] if array.ndim == 2 else array[numbers] for name, array in batch.items()}
+    arrays = {name: array[numbers, :longest] if array.ndim > 1 else array[numbers] for name, array in batch.items()}
     own_mini_batches = [
         MiniBatch(
             [np.searchsorted(numbers, rows).tolist() for rows in micro_batches],

@@ -1,4 +1,4 @@
-"""What gives rewards to the episodes of a step: the protocol, and a scorer that asks a reward model on the ranks."""
+"""What gives rewards to the episodes of a step: the protocol, and scorers that ask a reward model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from trainer.episodes import Sample
+from trainer.process.model_server import ModelServer
+from trainer.rewards.cache import RewardCache, key_of
 from trainer.rewards.parsing import Terms
-from trainer.rewards.terms import RewardInput, Scores
+from trainer.rewards.terms import Result, RewardInput, Scores
 
 OnRanks = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a function that computes on the ranks, when they are free; returns its result."""
@@ -112,3 +114,43 @@ class _RankScoring:
         groups = sorted(self._samples.items())
         rewards = iter(self._last_scores(self._role, [one for _, samples in groups for one in samples]).tolist())
         return {order: [next(rewards) for _ in samples] for order, samples in groups}
+
+
+class ServerScorer(AbstractContextManager["ServerScorer"]):
+    """Gives each episode what a reward model on a server says of it after its last token, as `RankScorer` does.
+
+    Args:
+        name: the rewards are logged under this name.
+        cache: answers that a run has got. A resume, and later steps, take them from there.
+    """
+
+    uses_ranks = False
+    wants_groups = False
+
+    def __init__(self, name: str, server: ModelServer, cache: RewardCache):
+        self._name = name
+        self._server = server
+        self._cache = cache
+
+    @contextlib.asynccontextmanager
+    async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
+        yield self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Nothing was started."""
+
+    async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
+        samples = [given.episode.samples[-1] for given in inputs if given.episode is not None]
+        rewards = await asyncio.to_thread(self._compute, [one.token_ids[: one.scored_length] for one in samples])
+        return Scores(rewards, [Terms({self._name: reward}) for reward in rewards], [""] * len(rewards))
+
+    def _compute(self, sequences: Sequence[np.ndarray]) -> list[float]:
+        keys = [key_of(self._server.weights, {"token_ids": ids.tolist()}) for ids in sequences]
+        known = self._cache.find(keys)
+        missing = {key: ids for key, ids in zip(keys, sequences, strict=True) if key not in known}
+        if missing:
+            scores = self._server.scores(list(missing.values())).tolist()
+            new: dict[str, Result] = {key: [Terms({"": one})] for key, one in zip(missing, scores, strict=True)}
+            self._cache.add(new)
+            known |= new
+        return [known[key][0][""] for key in keys]

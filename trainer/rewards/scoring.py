@@ -8,17 +8,27 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from trainer.config import RewardConfig
+from trainer.config import REWARD_MODEL, Config, RewardConfig
 from trainer.files.documents import mismatch
 from trainer.rewards.cache import RewardCache, key_of
 from trainer.rewards.functions import REMOTE
-from trainer.rewards.scorer import OnRanks, Scoring
+from trainer.rewards.scorer import OnRanks, Scorer, Scoring, ServerScorer
 from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, Scores, aggregate, reward_functions
 from trainer.sandbox import pool
 from trainer.sandbox.pool import Calls, WorkerPool
 
 Results = dict[RewardFunction, dict[Call, Result]]
 """The result of each call of each reward."""
+
+
+def make_scorer(cfg: Config, cache: RewardCache) -> Scorer:
+    """Return what gives the rewards of a config without ranks: a reward model on a server, or the reward functions.
+
+    Raises:
+        UserError: there is no such reward, or it wants what no reward gets.
+    """
+    model = next((spec for spec in cfg.servers if spec.name == REWARD_MODEL), None)
+    return RewardPool(cfg.reward, cache) if model is None else ServerScorer(model.name, model.server, cache)
 
 
 class RewardPool(WorkerPool):

@@ -135,7 +135,7 @@ def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     algorithm = dataclasses.replace(cfg.algorithm, rollout_correction=correction_of(cfg))
     deciding = dataclasses.replace(cfg, algorithm=algorithm)
     flat = _with_schedules(_flat(redact(dataclasses.asdict(deciding), references=False)))
-    paths = {"model.path", *(role.path_key for role in cfg.roles)}
+    paths = {"model.path", *(role.config_key for role in cfg.roles)}
     by_rule: dict[str, dict[str, Any]] = {name: {} for name in RESUME}
     for key, rule in config_rules(cfg).items():
         if key not in paths and cfg.reads(key):

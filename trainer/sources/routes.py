@@ -213,7 +213,7 @@ def check_source(cfg: Config) -> None:
         _check_agent(cfg)
     elif cfg.task.reward_functions and not cfg.reward.is_model:
         reward_functions(cfg.reward)
-    elif cfg.reward.is_model and not cfg.task.trains:
+    elif cfg.reward.is_model and cfg.reward.model.url is None and not cfg.task.trains:
         problem = "an evaluation has no ranks for a reward model; name a reward function, or a server (remote)"
         raise config_error(cfg, "reward.name", problem)
 

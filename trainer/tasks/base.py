@@ -150,7 +150,7 @@ def make_trainer(
     learner = Learner(task.cfg, cluster, timer)
     if cluster.device == "cpu" or not task.cfg.rollout.colocate:  # else engines take their share of the GPUs first
         learner.begin_build(path)
-    journal = open_journal(task.cfg, path, directory, timer)
+    journal = learner.teachers.records = open_journal(task.cfg, path, directory, timer)
     ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check, journal)
     with ingredients.undo:
         trainer = _trainer_of(task, ingredients, directory, stop, server)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from trainer.config import REWARD_MODEL, Config
 from trainer.config.fields import config_error
@@ -15,10 +14,10 @@ from trainer.generation.engine_pool import EnginePool
 from trainer.metrics.timing import Timer
 from trainer.models.checks import check_longest_sequence, check_trained_models
 from trainer.models.files import resolve_model_path
-from trainer.models.tokenizer import load_tokenizer, stop_token_ids
+from trainer.models.tokenizer import stop_token_ids
 from trainer.process.startup import stage
 from trainer.rewards.scorer import RankScorer, Scorer
-from trainer.rewards.scoring import RewardPool
+from trainer.rewards.scoring import make_scorer
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
@@ -62,9 +61,9 @@ def config_scorer(given: Ingredients) -> Scorer | None:
     """
     if not _has_reward_functions(given.cfg):
         return None
-    if given.cfg.reward.is_model:
+    if given.cfg.reward.is_model and given.cfg.reward.model.path is not None:
         return RankScorer(REWARD_MODEL, given.learner.last_scores)
-    return RewardPool(given.cfg.reward, given.reward_cache)
+    return make_scorer(given.cfg, given.reward_cache)
 
 
 def sample_episodes(
@@ -181,22 +180,10 @@ def _check_model(cfg: Config) -> None:
     if cfg.model.path is None:
         warm_start.check_cache(cfg)
         check_trained_models(cfg)
-        if cfg.reward_model is not None:
+        if cfg.reward_model.path is not None:
             problem = "the built-in model has a tokenizer of its own; name the model that the reward model was made of"
             raise config_error(cfg, "model.path", problem)
         return
     with stage(f"fetching the model {cfg.model.path}"):
         check_trained_models(cfg)
-        tokenizer = tokenizer_of(cfg, resolve_model_path(cfg.model.path))
-    if (path := cfg.reward_model) is not None:
-        with stage(f"fetching the reward model {path}"):
-            check_same_tokens(tokenizer, resolve_model_path(path, "reward.model.path"), path)
-
-
-def check_same_tokens(tokenizer: Any, directory: str, path: str) -> None:
-    """Refuse a reward model with other tokens than those of the policy, whose token ids it reads."""
-    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"reward.model.path={path}: its tokenizer has other tokens than that of the policy, whose token ids it "
-            "reads; choose a reward model that was trained from a model of the policy's family"
-        )
+        tokenizer_of(cfg, resolve_model_path(cfg.model.path))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import RoleSpec
+from trainer.config.algorithm import TEACHER_TOP
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
 from trainer.models.export_weights import (
@@ -24,7 +25,9 @@ from trainer.models.export_weights import (
 )
 from trainer.models.logprobs import (
     Distributions,
+    LikeliestTokens,
     distributions,
+    likeliest_tokens,
     logprobs_and_divergence,
     logprobs_and_entropy,
     token_logprobs,
@@ -88,10 +91,16 @@ class PolicyWorker(TrainedWorker):
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         needed, entropy, divergence = self.objective.entropy(mb), None, None
         scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
-        if self.teacher is not None:
+        if (settings := self.objective.divergence) is not None:
             kind = None if needed is None else "grad" if has_gradient else "value"
             given = self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, kind
-            logprobs, entropy, divergence = logprobs_and_divergence(*given, self.teacher.distributions(mb, scored))
+            teacher: Distributions | LikeliestTokens
+            if self.teacher is not None:
+                teacher = self.teacher.distributions(mb, scored)
+            else:
+                arrays = (mb[f"{TEACHER_TOP}_{name}"] for name in ("ids", "logprobs"))
+                teacher = likeliest_tokens(*arrays, mb.packing, scored, settings)
+            logprobs, entropy, divergence = logprobs_and_divergence(*given, teacher)
         elif needed is None:
             logprobs = self._logprobs(mb)
         else:

@@ -34,6 +34,7 @@ ONLY_BUILT_FROM_THE_CONFIG = {
     "algorithm.teacher.divergence",
     "algorithm.teacher.beta",
     "algorithm.teacher.temperature",
+    "algorithm.teacher.top_k",
     "model.trust_remote_code",
     "reward.url",
     "reward.model.path",

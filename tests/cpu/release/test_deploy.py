@@ -25,7 +25,7 @@ from yamllint.config import YamlLintConfig
 from tests.cpu.test_docs import check
 from tests.support.recipes import COMPOSE, KUBERAY, ROOT, SKYPILOT, compose_words, expand, read_yaml
 from tools import install
-from trainer.config.rollout import TOKEN
+from trainer.process.model_server import TOKEN
 
 IMAGE = ROOT / "Dockerfile"
 SCRIPTS = [

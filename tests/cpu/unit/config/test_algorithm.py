@@ -24,6 +24,13 @@ from trainer.import_utils import parameter_names
 
 TAUGHT = ("algorithm=opd", "algorithm.teacher.path=t")
 OVER_THE_VOCABULARY = ("algorithm.teacher.path=t", "algorithm.opd_kl_coef=1", "algorithm.teacher.divergence=jsd")
+SERVED = ("algorithm=opd", "algorithm.teacher.url=http://a:1")
+MIXED = (
+    "algorithm=opd",
+    "data=files",
+    "trainer.val_interval=-1",
+    *(f"+data.mix.{name}.files=[x]" for name in ("math", "code")),
+)
 
 CONTRADICTIONS = [
     (["algorithm=ppo", "algorithm.kl_estimator=k3+"], r"algorithm.kl_estimator=k3\+.*straight-through"),
@@ -38,6 +45,19 @@ CONTRADICTIONS = [
     ([*TAUGHT, "algorithm.opd_kl_coef=1", "algorithm.teacher.beta=0.01"], "beta=0.01: must be at least 0.05"),
     ([*TAUGHT, "rollout.temperature=0.7"], "algorithm.teacher.temperature=1.0: .*at rollout.temperature=0.7 alone"),
     (["algorithm.teacher.temperature=2"], "algorithm.teacher.temperature=2.0: needs algorithm.teacher.path"),
+    ([*SERVED, "algorithm.teacher.path=t"], "algorithm.teacher.url=http://a:1: the teacher is on the ranks .* or on"),
+    ([*SERVED, "algorithm.teacher.url=http://a:1/x"], "http://a:1/x is no address of a server"),
+    (
+        [*SERVED, "algorithm.opd_kl_coef=1", "algorithm.teacher.top_k=8"],
+        "algorithm.teacher.top_k=8: needs .*a divergence over the vocabulary",
+    ),
+    ([*SERVED, "rollout.temperature=2", "algorithm.teacher.temperature=2"], "temperature=2.0: a server gives the"),
+    (["algorithm=opd", "algorithm.teacher.path={math:m}"], "data.mix has no source math"),
+    ([*MIXED, "algorithm.teacher.path={math:m}"], "algorithm.teacher.path=.*names no teacher for data.mix.code"),
+    (
+        [*MIXED, "algorithm.teacher.path={math:m,code:c}", *OVER_THE_VOCABULARY[1:]],
+        "algorithm.teacher.divergence=jsd: several teachers on the ranks",
+    ),
     (["algorithm.overlong_buffer=17"], "algorithm.overlong_buffer=17: exceeds rollout.max_response_tokens=16"),
     (
         ["algorithm.advantage_estimator=grpo_passk", "algorithm.overlong_buffer=2"],
@@ -55,6 +75,9 @@ CONTRADICTIONS = [
 ]
 AT_THE_BOUND = [
     TAUGHT,
+    SERVED,
+    [*MIXED, "algorithm.teacher.url={math:http://a:1,code:http://b:1}", *OVER_THE_VOCABULARY[1:]],
+    [*MIXED, "algorithm.teacher.path={math:m,code:c}"],
     [*TAUGHT, "rollout.temperature=0.7", "algorithm.teacher.temperature=0.7", "algorithm.opd_kl_coef=1"],
     [*OVER_THE_VOCABULARY, "algorithm.advantage_estimator=zero", "algorithm.teacher.temperature=2"],
     ["algorithm.advantage_estimator=grpo_passk", "algorithm.kl_in=loss"],

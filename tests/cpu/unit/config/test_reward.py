@@ -20,6 +20,8 @@ CONTRADICTIONS = [
     (["reward.url=http://judge/score"], "reward.url=.*is used by the reward remote alone"),
     (["reward.name=remote", "reward.url=judge"], "reward.url=judge: must be an address such as"),
     (["reward.name=model"], "reward.name=model: model needs reward.model.path"),
+    (["reward.model.url=http://a:1"], "reward.model.url=http://a:1: is read by the reward model alone"),
+    (["reward.name=model", "reward.model.url=http://a:1", "reward.model.path=x"], "is on a server or on the ranks"),
     (["reward.model.path=x"], "reward.model.path=x: is read by the reward model alone"),
     (["reward.name=[model,math]", "reward.model.path=x"], "reward.name=.*model gives the whole reward; name it alone"),
 ]
@@ -27,6 +29,7 @@ AT_THE_BOUND = [
     ["reward.name=[math,gsm8k]", "reward.weights=[1,2]"],
     ["reward.name=remote", "reward.url=http://judge:1/score"],
     ["reward.name=model", "reward.model.path=x"],
+    ["reward.name=model", "reward.model.url=http://a:1"],
 ]
 
 

@@ -84,9 +84,7 @@ def test_a_task_brings_defaults_that_give_way_to_whatever_the_user_sets(tmp_path
     (tmp_path / "other.yaml").write_text("defaults: [mine]\ntrainer: {seed: 3}\n")
     (tmp_path / "seed.yaml").write_text("trainer: {seed: 3}\n")
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text(
-        "# @package _global_\ntrainer: {policy: {optimizer: {lr: 1e-6}}}\n"
-    )
+    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\ntrainer: {policy: {optimizer: {lr: 1e-6}}}\n")
     found = [
         compose(own),
         compose(["trainer.task=dpo", *files, "model.path=x"]),

@@ -32,7 +32,6 @@ from tests.support.inference import TOKEN, Server, answering, engine, free_port,
 from tests.support.jobs import command_of, comparable, metrics, run_forked_job, start_forked_job, wait_until
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, compose
-from trainer.config.rollout import TOKEN as VARIABLE
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_engine
@@ -46,6 +45,8 @@ from trainer.inference.server import check, listen
 from trainer.inference.vllm_server import arguments, write_chat_template, write_generation_config
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process import time_limits
+from trainer.process.model_server import STATUS
+from trainer.process.model_server import TOKEN as VARIABLE
 
 pytestmark = pytest.mark.early
 REQUESTS = [*make_requests(6, longest=200), *with_sampling(make_requests(2), GREEDY)]
@@ -218,7 +219,7 @@ def test_a_new_process_of_a_job_takes_the_server_and_what_has_left_does_not_come
 
 def test_every_route_wants_the_token_and_those_that_change_the_engine_are_not_passed_on(server, monkeypatch):
     routes = ["GET /", "GET /health", "GET /v1/models", "POST /v1/chat/completions", "POST /collective_rpc"]
-    routes += ["POST /pause", "POST /trainer/../v1/models", f"GET {protocol.STATUS}", f"OPTIONS {protocol.WEIGHTS}"]
+    routes += ["POST /pause", "POST /trainer/../v1/models", f"GET {STATUS}", f"OPTIONS {protocol.WEIGHTS}"]
     jobs = (protocol.LEASE, protocol.RENEW, protocol.RELEASE, protocol.GENERATE, protocol.WEIGHTS)
     routes += [*(f"POST {path}" for path in jobs), f"PUT {protocol.UPLOAD}/a.safetensors"]
     with httpx.Client(base_url=server.url) as client:

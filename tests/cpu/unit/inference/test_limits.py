@@ -19,7 +19,7 @@ from trainer.process.network import listen, start_server
 
 def test_a_request_that_is_far_too_long_does_not_reach_the_engine():
     async def ask() -> list[int]:
-        gateway = Gateway(None, 60.0, {"max_tokens": 8000}, {})
+        gateway = Gateway(None, 60.0, {"max_tokens": 8000}, {}, lambda: ("", {}))
         gateway.backend = SimpleNamespace(is_ready=False)
         listener = listen("127.0.0.1", 0, "")
         runner = await start_server(gateway.application(), listener)

@@ -16,6 +16,7 @@ from trainer.models.attention import set_attention
 from trainer.models.logprobs import (
     Distributions,
     Head,
+    LikeliestTokens,
     _ChunkedDivergence,
     distributions,
     logprobs_and_divergence,
@@ -66,6 +67,27 @@ def test_divergences_are_those_of_the_formulas_and_of_trl():
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
             slopes = [torch.autograd.grad(result.sum(), z)[0] for result in (ours, theirs)]
             assert (slopes[0] - slopes[1]).norm() <= tolerance * slopes[1].norm()
+
+
+def test_likeliest_tokens_and_one_outcome_for_the_rest_are_a_lower_bound():
+    """By the teacher's two likeliest tokens; by all tokens, the divergence itself. A token that the policy lacks counts
+    nothing."""
+    q = torch.tensor([POLICY], dtype=torch.float64).log_softmax(-1)
+    p = torch.tensor([TEACHER], dtype=torch.float64).log_softmax(-1)
+    for kind, beta, expected in [("forward", 0.5, 0.575636250), ("reverse", 0.5, None), ("jsd", 0.3, None)]:
+        settings = TeacherConfig(divergence=kind, beta=beta)
+        top, ids = p.topk(2)
+        given = LikeliestTokens(ids, top, settings)
+        found = given.divergence(q).item()
+        kept = [
+            torch.cat([x.gather(1, ids), (1 - x.gather(1, ids).exp().sum(1, keepdim=True)).log()], 1) for x in (p, q)
+        ]
+        assert found == pytest.approx(divergence(*kept, kind, beta).item(), abs=1e-9)
+        assert expected is None or found == pytest.approx(expected, abs=1e-9)
+        whole = LikeliestTokens(torch.arange(6)[None], p, settings).divergence(q).item()
+        assert found < whole == pytest.approx(divergence(p, q, kind, beta).item(), abs=1e-4)
+        beyond = LikeliestTokens(torch.cat([ids, torch.tensor([[6]])], 1), torch.cat([top, top[:, :1]], 1), settings)
+        assert beyond.divergence(q).item() == pytest.approx(found, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
