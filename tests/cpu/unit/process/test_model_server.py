@@ -62,7 +62,7 @@ def test_a_model_with_other_tokens_or_shorter_sequences_is_refused_before_the_st
         cfg.algorithm.teacher.url = server.url
         check_vocabularies(cfg, str(path))
         cfg.rollout.max_prompt_tokens = 4000
-        with pytest.raises(UserError, match="takes sequences of 3999 tokens, and those of this run have up to 4016"):
+        with pytest.raises(UserError, match="takes sequences of 3999 tokens, and those of this run have up to 4512"):
             check_vocabularies(cfg, str(path))
         cfg.rollout.max_prompt_tokens = 64
         server.tokens = {**server.tokens, "more": 4000}
