@@ -200,7 +200,5 @@ class ModelServer:
         return UserError(f"{self.key}={self.url}: {problem}")
 
 
-@functools.cache
-def model_server(url: str, key: str, computes: str) -> ModelServer:
-    """Return the server at `url`, one for each process (see `ModelServer`)."""
-    return ModelServer(url, key, computes)
+model_server = functools.cache(ModelServer)
+"""Returns the server at an address, one for each process."""

@@ -25,8 +25,8 @@ TASK = replace(
     TASKS["rl"],
     roles=lambda cfg: (
         policy_role(cfg),
-        RoleSpec("teacher", str(Path(cfg.model.path).with_name("teacher")), LM, key="teacher"),
-        RoleSpec("judge", str(Path(cfg.model.path).with_name("judge")), SCORE, key="judge"),
+        RoleSpec("teacher", str(Path(cfg.model.path).with_name("teacher")), LM, path_key="teacher"),
+        RoleSpec("judge", str(Path(cfg.model.path).with_name("judge")), SCORE, path_key="judge"),
     ),
 )
 
