@@ -24,10 +24,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from trainer.config.algorithm import TeacherConfig
 from trainer.models.attention import packing_arguments
 from trainer.models.online_softmax import (
+    LikeliestTokens,
     OnlineSoftmax,
     Slopes,
     Vocabulary,
-    bucketed,
     divergence,
     gradient_of_logits,
     log_softmax,
@@ -85,7 +85,7 @@ def logprobs_and_divergence(
     temperature: float,
     mask: Tensor,
     entropy: str | None,
-    teacher: Distributions | LikeliestTokens,
+    teacher: Teacher,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return log-probs and entropies (see `logprobs_and_entropy`), and the divergence from the teacher at each token.
 
@@ -121,14 +121,6 @@ def distributions(
     )
 
 
-def likeliest_tokens(
-    ids: Tensor, logprobs: Tensor, packing: Packing, mask: Tensor, settings: TeacherConfig
-) -> LikeliestTokens:
-    """Return the likeliest tokens of a teacher where `mask` is 1, from arrays `(b, t, k)`."""
-    where = _where(packing, mask)
-    return LikeliestTokens(ids[where], logprobs[where], settings)
-
-
 def _targets(
     input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
 ) -> Targets:
@@ -148,7 +140,7 @@ def _scores(
     temperature: float,
     mask: Tensor | None,
     entropy: str | None,
-    teacher: Distributions | LikeliestTokens | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor | None, ...]:
     where = _where(packing, mask)
     targets = replace(_targets(input_ids, packing, temperature, mask, entropy), teacher=teacher)
@@ -194,8 +186,6 @@ vocabulary: 16 MB stay in the cache between one pass over them and the next."""
 _DIVERGENCE_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that exist at the same time for a divergence; its formula holds several tensors of that size."""
 _STATES = "states"
-_NEVER = -80.0
-"""Log-prob of what has no probability, finite so that its part of a divergence is 0."""
 
 
 @dataclass(frozen=True)
@@ -227,27 +217,7 @@ class Distributions:
         return states if self.weight is None else _apply(self.head, _logits(states, self.weight, Head(), 1.0, None))
 
 
-@dataclass(frozen=True)
-class LikeliestTokens:
-    """What a teacher on a server says of its distributions at n targets."""
-
-    ids: Tensor
-    """`(n, k)`: its likeliest tokens."""
-    logprobs: Tensor
-    """`(n, k)`, at temperature 1."""
-    settings: TeacherConfig
-
-    def select(self, chosen: Tensor | slice) -> LikeliestTokens:
-        """Return those at some targets."""
-        return replace(self, ids=self.ids[chosen], logprobs=self.logprobs[chosen])
-
-    def divergence(self, of_policy: Tensor) -> Tensor:
-        """Return the divergence `(n,)` from the policy's log-probs `(n, v)`: the other tokens are one outcome."""
-        is_beyond = self.ids >= of_policy.shape[1]  # a column that the policy does not have
-        ids = self.ids.masked_fill(is_beyond, 0)
-        both = self.logprobs.to(of_policy.dtype), of_policy.gather(1, ids)
-        given = (logprobs.masked_fill(is_beyond, _NEVER) for logprobs in both)
-        return divergence(*map(bucketed, given), self.settings.divergence, self.settings.beta)
+Teacher = Distributions | LikeliestTokens
 
 
 @dataclass(frozen=True)
@@ -263,7 +233,7 @@ class Targets:
     entropy: str | None
     """Whether to compute entropies: `value`, `grad` (the value, with gradients) or None (no entropies). `states`: the
     input of the head is returned in place of log-probs."""
-    teacher: Distributions | LikeliestTokens | None = None
+    teacher: Teacher | None = None
     """Compute the divergence from these distributions, too."""
 
 
@@ -433,12 +403,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        head: Head,
-        teacher: Distributions | LikeliestTokens,
-        vocabulary: Vocabulary,
+        ctx: Any, hidden: Tensor, weight: Tensor, head: Head, teacher: Teacher, vocabulary: Vocabulary
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.options = head, teacher, vocabulary
@@ -468,9 +433,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def _divergences(
-    logits: Tensor, head: Head, teacher: Distributions | LikeliestTokens, chunk: slice, vocabulary: Vocabulary
-) -> Tensor:
+def _divergences(logits: Tensor, head: Head, teacher: Teacher, chunk: slice, vocabulary: Vocabulary) -> Tensor:
     """Return the divergences of some targets from the logits `W h` of the policy. A teacher may have more columns."""
     settings = teacher.settings
     of_policy = log_softmax(_apply(head, logits) / settings.temperature, vocabulary)

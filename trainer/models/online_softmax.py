@@ -10,16 +10,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.config.algorithm import FORWARD, JSD, REVERSE
+from trainer.config.algorithm import FORWARD, JSD, REVERSE, TeacherConfig
 from trainer.parallel.ac_and_compile import allow_graphs
 from trainer.parallel.collectives import AxisGroup
+from trainer.parallel.packing import Packing
 
+_NEVER = -80.0
+"""Log-prob of what has no probability, finite so that its part of a divergence is 0."""
 _LEAST_REST = 1e-6
 """Probability of the tokens beyond the likeliest ones, below which rounding decides it."""
 
@@ -234,3 +237,34 @@ def bucketed(logprobs: Tensor) -> Tensor:
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class LikeliestTokens:
+    """What a teacher on a server says of its distributions at n targets."""
+
+    ids: Tensor
+    """`(n, k)`: its likeliest tokens."""
+    logprobs: Tensor
+    """`(n, k)`, at temperature 1."""
+    settings: TeacherConfig
+
+    def select(self, chosen: Tensor | slice) -> LikeliestTokens:
+        """Return those at some targets."""
+        return replace(self, ids=self.ids[chosen], logprobs=self.logprobs[chosen])
+
+    def divergence(self, of_policy: Tensor) -> Tensor:
+        """Return the divergence `(n,)` from the policy's log-probs `(n, v)`: the other tokens are one outcome."""
+        is_beyond = self.ids >= of_policy.shape[1]  # a column that the policy does not have
+        ids = self.ids.masked_fill(is_beyond, 0)
+        both = self.logprobs.to(of_policy.dtype), of_policy.gather(1, ids)
+        given = (logprobs.masked_fill(is_beyond, _NEVER) for logprobs in both)
+        return divergence(*map(bucketed, given), self.settings.divergence, self.settings.beta)
+
+
+def likeliest_tokens(
+    ids: Tensor, logprobs: Tensor, packing: Packing, mask: Tensor, settings: TeacherConfig
+) -> LikeliestTokens:
+    """Return the likeliest tokens of a teacher where `mask` is 1, from arrays `(b, t, k)`."""
+    where = packing.has_previous & (mask > 0)
+    return LikeliestTokens(ids[where], logprobs[where], settings)

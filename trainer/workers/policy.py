@@ -25,14 +25,13 @@ from trainer.models.export_weights import (
 )
 from trainer.models.logprobs import (
     Distributions,
-    LikeliestTokens,
     distributions,
-    likeliest_tokens,
     logprobs_and_divergence,
     logprobs_and_entropy,
     token_logprobs,
 )
 from trainer.models.lora import disabled_adapters
+from trainer.models.online_softmax import LikeliestTokens, likeliest_tokens
 from trainer.objectives.base import LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.load_balancing import MiniBatch, Share, has_old_logprobs

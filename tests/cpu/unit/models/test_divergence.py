@@ -16,13 +16,12 @@ from trainer.models.attention import set_attention
 from trainer.models.logprobs import (
     Distributions,
     Head,
-    LikeliestTokens,
     _ChunkedDivergence,
     distributions,
     logprobs_and_divergence,
     set_head,
 )
-from trainer.models.online_softmax import Vocabulary, divergence
+from trainer.models.online_softmax import LikeliestTokens, Vocabulary, divergence
 from trainer.parallel.packing import Packing
 
 POLICY, TEACHER = [2, 1, 0.3, -1, 0, -0.5], [0, 1, 2, 0.5, -1, 0.2]  # logits
