@@ -116,9 +116,8 @@ def distributions(
     if forward.func is not _chunked_forward:
         return Distributions(states, None, Head(), settings)
     weight = model.get_output_embeddings().weight
-    return Distributions(
-        states, weight.to_local() if isinstance(weight, DTensor) else weight, forward.args[1], settings
-    )
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    return Distributions(states, weight, forward.args[1], settings)
 
 
 def _targets(
@@ -159,8 +158,6 @@ def _scores_of_slices(
     assert packing.cp is not None
     cp, count = packing.cp, len(targets.indices)
     local_targets, is_local = _local_targets(packing, targets)
-    if isinstance(targets.teacher, LikeliestTokens):
-        local_targets = replace(local_targets, teacher=targets.teacher.select(is_local))
 
     def gather(scores: Tensor) -> Tensor:
         return cp.all_reduce(scores.new_zeros(count).masked_scatter(is_local, scores))
@@ -173,7 +170,9 @@ def _local_targets(packing: Packing, targets: Targets) -> tuple[Targets, Tensor]
     """Return the targets of this rank's slice of the row, and `(n,)`, which of all targets they are."""
     local, indices = packing.local_slice, targets.indices
     is_local = (indices >= local.start) & (indices < local.stop)
-    return replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local]), is_local
+    teacher = targets.teacher.select(is_local) if isinstance(targets.teacher, LikeliestTokens) else targets.teacher
+    own = replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local], teacher=teacher)
+    return own, is_local
 
 
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -181,8 +180,6 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
 _CHUNK_LOGITS = 1 << 22
 """With a small vocabulary, a chunk has more tokens, up to this many logits. On CPU, this is also the limit with a large
 vocabulary: 16 MB stay in the cache between one pass over them and the next."""
-
-
 _DIVERGENCE_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits of each model that exist at the same time for a divergence; its formula holds several tensors of that size."""
 _STATES = "states"
