@@ -21,20 +21,27 @@ from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 STEPS = 4
 EXPORT = f"exports/global_step_{STEPS}/policy"
+DPO = ("trainer.task=dpo", "dpo.max_length=64", "trainer.mini_batch_size=4")
 KINDS = {
-    "dpo": ("dpo.sft_coef=0.1", "dpo.max_length=64", "trainer.policy.lora.rank=4", "trainer.mini_batch_size=4"),
-    "rm": ("rm.center_rewards_coefficient=0.01", "rm.max_length=64", "trainer.policy.optimizer.lr=1e-2"),
-}
+    "dpo": (*DPO, "dpo.loss_type=ipo"),
+    "adapters": (*DPO, "dpo.sft_coef=0.1", "trainer.policy.lora.rank=4"),
+    "rm": ("trainer.task=rm", "rm.center_rewards_coefficient=0.01", "rm.max_length=64",
+           "trainer.policy.optimizer.lr=1e-2"),
+}  # fmt: skip
+PHASES = ("scored,3", "updating,1", "logged,1")
+"""Each is in step 3: the first start saves step 2, and the others begin behind it."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_over_pairs_ends_as_if_never_killed(tmp_path, kind):
-    """DPO with adapters, whose base stays the reference after a resume; a reward model, which transformers reads."""
+    """DPO, whose reference is the initial policy after a resume, too; DPO with adapters, whose base is the reference; a
+    reward model, which transformers reads. They are killed, DPO in several phases, and continue on other ranks.
+    """
     size = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "head_dim": 16}
     build_tiny(TinyShape(**size, num_kv_heads=1), str(tmp_path / "model"))
     rows = [{"prompt": f"{i}?", "chosen": f"{i * 7}!", "rejected": "no" * (i % 3 + 1)} for i in range(10)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    base = (f"trainer.task={kind}", f"model.path={tmp_path}/model", "data=files", "trainer.num_workers=2",
+    base = (f"model.path={tmp_path}/model", "data=files", "trainer.num_workers=2",
             f"data.train_files=[{tmp_path}/pairs.jsonl]", f"data.val_files=[{tmp_path}/pairs.jsonl]",
             f"trainer.total_steps={STEPS}", "trainer.val_interval=2", *KINDS[kind])  # fmt: skip
     whole, killed, moved = (tmp_path / name for name in ("whole", "killed", "moved"))
@@ -42,15 +49,18 @@ def test_a_run_over_pairs_ends_as_if_never_killed(tmp_path, kind):
     first, *_, last = rows_of_whole = metrics(whole)
     assert last["progress/samples"] == 2 * 4 * STEPS and last["val/rewards/margins"] > 0
     assert last["val/loss"] < rows_of_whole[1]["val/loss"]
-    if kind == "dpo":
+    if kind != "rm":
         assert first["rewards/chosen"] == first["rewards/rejected"] == 0.0
 
-    reached = tmp_path / "reached"
-    env = {"TRAINER_FAILPOINT": f"logged,3,{reached}"}
-    is_saved = killed / "checkpoints/global_step_2"
-    at_step_3 = lambda _: reached.exists() and is_saved.exists()  # noqa: E731
-    assert not run_until(tmp_path / "killed.log", f"trainer.run_dir={killed}", *base, env=env, kill_when=at_step_3)
+    log, is_saved = tmp_path / "killed.log", killed / "checkpoints/global_step_2"
+    for phase in PHASES if kind == "dpo" else ("logged,3",):
+        reached = tmp_path / phase.partition(",")[0]
+        env = {"TRAINER_FAILPOINT": f"{phase},{reached}"}
+        at_phase = lambda _, reached=reached: reached.exists() and is_saved.exists()  # noqa: E731
+        assert not run_until(log, f"trainer.run_dir={killed}", *base, env=env, kill_when=at_phase), phase
     shutil.copytree(killed, moved)
+    if kind == "dpo":
+        check_other_reference(tmp_path, f"trainer.run_dir={killed}", *base)
     assert run_until(tmp_path / "killed.log", f"trainer.run_dir={killed}", *base)
     assert "resume verified: 1 replayed step" in (tmp_path / "killed.log").read_text()
     assert comparable(metrics(killed)) == comparable(rows_of_whole)
@@ -67,6 +77,16 @@ def test_a_run_over_pairs_ends_as_if_never_killed(tmp_path, kind):
         assert run_until(tmp_path / "chain.log", *chain)
         (row,) = metrics(tmp_path / "chain")
         assert row["reward/reward_model/mean"] == row["reward/mean"] != 0, "a policy learns from its scores"
+
+
+def check_other_reference(tmp_path, *overrides: str) -> None:
+    """Other weights at `model.path` would be another reference, so a resume refuses them."""
+    weights = tmp_path / "model/model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-4] + bytes(4))
+    assert run_until(tmp_path / "refused.log", *overrides, status=1)
+    assert "allow_config_change=[model.path]" in (tmp_path / "refused.log").read_text()
+    weights.write_bytes(kept)
 
 
 def check_scores(run, tmp_path, last) -> None:
