@@ -358,6 +358,7 @@ class Advisor:
         if compares_completions is None:
             compares_completions = _value(self._config, "algorithm", "advantage_estimator") not in COMPARE_NOTHING
         self._counters = [(rule, _Counter()) for rule in RULES if compares_completions or rule.name != "no_signal"]
+        self._read: dict[frozenset[str], list[tuple[Rule, _Counter]]] = {}  # by the metrics that a step has
         self._past = _Past()
         for index, row in enumerate(history):
             step = _finite(row.get("step"))
@@ -365,15 +366,16 @@ class Advisor:
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Advice]:
         """Return the advisories that the metrics of a finished step give rise to."""
-        logged = _READ & metrics.keys()
-        # `metrics.jsonl` has null for a number that is not finite.
-        finite = {name: number for name in logged if (number := _finite(metrics[name])) is not None}
+        logged = _READ.intersection(metrics)
+        if logged not in self._read:  # a validation before training, or a run without some parts, lacks some
+            self._read[logged] = [(r, counter) for r, counter in self._counters if logged.issuperset(r.metrics)]
+        finite = {name: number for name in logged if (number := _finite(metrics[name])) is not None}  # null: it is not
         given, finished, is_finite = [], _Step(finite, self._past, self._config), len(finite) == len(logged)
-        for rule, counter in self._counters:
-            if not logged.issuperset(rule.metrics):
-                continue  # a validation before training, or a run without that part
+        for rule, counter in self._read[logged]:
             holds = (is_finite or all(name in finite for name in rule.metrics)) and rule.holds(finished)
-            if counter.update(step, holds, rule.steps):
+            if not holds and not counter.is_given and not counter.present:
+                counter.absent += 1
+            elif counter.update(step, holds, rule.steps):
                 given.append(_advice(rule, counter.found[-1]))
         self._past.add(step, finite)
         return given

@@ -32,7 +32,6 @@ from trainer.run.next_command import next_command
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, STARTS_FILE, last_start, task_of
 
 _SHOWN = 10
-_LAST_LINES = 1000  # of the log, among which the last words are looked for
 _MEMBERS = ("rank", "engine")
 _SUSPECT = 2  # incidents of a node after which it counts as bad
 
@@ -158,7 +157,7 @@ def _last_words(run_dir: str) -> str:
     """
     try:
         with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
-            tail = deque(file, _LAST_LINES)
+            tail = deque(file, 1000)  # the last words are among these lines
     except FileNotFoundError:
         return "nothing was logged"
     refused = False
