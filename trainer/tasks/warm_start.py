@@ -122,12 +122,12 @@ def check_cache(cfg: Config) -> None:
 def _directory(cfg: Config) -> str:
     """Return the run directory of the warm start. Its name is a hash of what makes the model."""
     usual = {key: value for key, value, _ in walk_keys(Config())}
+    replayed = [f"data.mix.{name}." for name, source in cfg.data.mix.items() if source.replay]
     recipe = {
         key: value
-        for key, value, _ in walk_keys(dataclasses.replace(cfg, data=cfg.data.without_replay()))
+        for key, value, _ in walk_keys(cfg)
         if (key.startswith(_SECTIONS) or key in _NAMED)
-        and key not in _WITHOUT_EFFECT
-        and not (key.startswith("data.val_sets.") or key.endswith(".replay"))
+        and not (key in _WITHOUT_EFFECT or key.startswith(("data.val_sets.", *replayed)) or key.endswith(".replay"))
         and without_source(key) == key  # what answers and rewards the rows of a source has no part in the model
         and (key in _NAMED or value != usual.get(key))
     }
