@@ -47,8 +47,6 @@ class Writer:
 
     def __init__(self, files: RecordFiles):
         self._files = files
-        self.turn_bytes = 0
-        """Of all turns that were written."""
         self._condition = threading.Condition()
         self._queue: list[_Batch] = []
         self._added = 0  # batches that were ever queued
@@ -180,10 +178,9 @@ class Writer:
             return
         try:
             with TRACER.span("write rollouts", "journal", groups=len(batch.groups)):
-                if batch.turns:
-                    data = encode_turns(batch.turns, batch.about)
-                    self._files.write(batch.step, data, TURNS)
-                    self.turn_bytes += len(data)
+                # Of an episode that has ended meanwhile, the group has all.
+                if turns := [turn for turn in batch.turns if turn.key not in batch.groups]:
+                    self._files.write(batch.step, encode_turns(turns, batch.about), TURNS)
                 if batch.groups:
                     self._files.write(batch.step, encode_groups(batch.step, batch.groups, batch.about))
         except OSError as error:  # also of a store, whose errors are for users, too

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cpu.unit.journal.test_journal import group
 from tests.support.replies import journal_in
 from trainer.environments import StepResult
 from trainer.generation.engine import Completion, Request, Sampling
@@ -68,6 +69,16 @@ def test_recorded_replies_come_back_as_they_were_for_the_same_prompts(tmp_path):
     assert (turns.recorded, turns.sampled, turns.dropped) == (2, 0, 0)
     other = turns_in(journal_in(tmp_path))
     assert asyncio.run(other.find("0", request(1))) is None, "another prompt"
+
+
+def test_turns_are_written_once_if_their_episode_ends_meanwhile(tmp_path):
+    journal, turns = journal_in(tmp_path), []
+    for key in ("ended", "running"):
+        EpisodeTurns(key, add=turns.append).add_reply("0", request(0), SAID[0])
+    journal.add(1, {"ended": group("ended")}, "start", None, turns)
+    journal.close()
+    replay = journal_in(tmp_path).replay
+    assert [len(replay.take_turns(1, key)) for key in ("ended", "running")] == [0, 1]
 
 
 def test_replies_behind_another_answer_are_dropped(tmp_path):
