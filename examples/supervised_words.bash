@@ -1,5 +1,5 @@
-# Sourced by the examples whose first stage is supervised: it refuses keys that only RL reads.
-supervised_words=()
+# Sourced by the examples with stages that are supervised, or learn from pairs: these refuse keys that only RL reads.
+supervised_words=() pair_words=()
 for word in "$@"; do
   case "${word%%=*}" in
     algorithm* | rollout* | reward* | environment* | inference* | plan* | data.val_sets*) ;;
@@ -8,6 +8,7 @@ for word in "$@"; do
     trainer.policy.optimizer.lr | trainer.policy.optimizer.scheduler | trainer.policy.optimizer.*_steps) ;;
     trainer.critic*) ;;
     trainer.*_batch_size | trainer.update_epochs | trainer.total_steps) ;;
-    *) supervised_words+=("$word") ;;
+    sft* | data.*_size) supervised_words+=("$word") ;;
+    *) supervised_words+=("$word") pair_words+=("$word") ;;
   esac
 done

@@ -126,7 +126,7 @@ def test_advantages_have_no_gradient_and_the_widest_type_of_their_inputs(name):
         assert not advantages.requires_grad and not returns.requires_grad
         assert advantages[0] > 0 and torch.equal(advantages, results[-1][0])
         assert advantages[1] == 0 if name == "reward" else advantages[1] < 0  # `reward` has no baseline
-    empty = {"baselines": torch.zeros(0), "values": torch.zeros(0, 3), "pass_k": 1}
+    empty = {"baselines": torch.zeros(0), "player_baselines": torch.zeros(0), "values": torch.zeros(0, 3), "pass_k": 1}
     options = {option: empty[option] for option in given}
     advantages, _ = ADVANTAGES[name](torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), **options)
     assert advantages.shape == (0, 3)
