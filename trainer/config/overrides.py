@@ -157,7 +157,8 @@ _NULL = "tag:yaml.org,2002:null"
 @functools.cache
 def kind_of_text(key: str) -> str:
     """Return the type of a key whose value is a text or a list of texts; empty: its values are others."""
-    kind = type_of(key)  # `reward.name` is a text or a list of texts, which no type says
+    # `Any`: `reward.name` is a text or a list of texts, and the path of teachers a text or a mapping of texts.
+    kind = type_of(key) or ("str" if type_of(key.rpartition(".")[0]) == "Any" else "")
     return kind if kind in ("str", "str | None", "list[str]", "Any") else ""
 
 

@@ -38,8 +38,10 @@ def test_nothing_is_started_for_a_cluster_that_is_there_or_on_gpus(cfg, marker):
 
 
 @pytest.mark.parametrize("has_thread", [False, True])
-def test_ranks_and_engines_that_preload_are_forks_of_the_driver(has_thread, marker, tmp_path):
+def test_ranks_and_engines_that_preload_are_forks_of_the_driver(has_thread, marker, tmp_path, monkeypatch):
     """But for engines that read their variables on import, and where a thread of others may hold a lock."""
+    all_threads, own = threading.enumerate, {*threading.enumerate()} - {threading.main_thread()}  # of pytest's workers
+    monkeypatch.setattr(threading, "enumerate", lambda: [one for one in all_threads() if one not in own])
     sys.modules.pop("json.tool", None)
     ends, inherited = threading.Event(), (tmp_path / "file").open("w")
     os.set_inheritable(inherited.fileno(), True)

@@ -35,7 +35,7 @@ WRONG = {
     "trainer.policy=x": "trainer.policy: is a section, and takes no value; its keys are trainer.policy.optimizer, ",
     "trainer=3": ", … (docs/config.md lists all)",
     "algorithm=grop": "algorithm=grop: no such choice; did you mean grpo?",
-    "experiment=[smoke,nothing]": "experiment=nothing: no such choice; choose one of gsm8k",
+    "experiment=[smoke,nothing]": "experiment=nothing: no such choice; choose one of dpo_qwen3",
     "model=some/model": "model=some/model: no such choice; write model.path=some/model",
     "data=my/a.jsonl": "no such choice; write data=files data.train_files=[my/a.jsonl]",
     "hydra.nothing=1": "hydra.nothing: Key 'nothing' not in 'HydraConf'",

@@ -20,6 +20,8 @@ def test_open_sections_are_those_with_keys_of_the_users_choice():
         "trainer.divergence_limits",
         "trainer.policy.optimizer.options",
         "algorithm.options",
+        "algorithm.teacher.path",
+        "algorithm.teacher.url",
         "model.chat_template_kwargs",
         "data.synthetic_args",
         "data.val_sets.<name>.synthetic_args",

@@ -124,7 +124,9 @@ def test_every_key_that_may_be_a_text_is_known():
         "str", "str | None", "list[str]", "int | str", "dict[str, float]", "dict[str, Any]"
     }  # fmt: skip
     own = {key for key, kind in kinds.items() if kind == "Any"}
-    assert own == {key for key in kinds if key.endswith("reward.name")} and all(map(kind_of_text, own))
+    teachers = {"algorithm.teacher.path", "algorithm.teacher.url"}
+    assert own == {key for key in kinds if key.endswith("reward.name")} | teachers and all(map(kind_of_text, own))
+    assert quoted("algorithm.teacher.path={math: 1e5, code: a}") == "algorithm.teacher.path={math: '1e5', code: a}"
     assert NAME in "".join(own) and kind_of_text("data.mix.x.files") == "list[str]"
 
 
