@@ -44,18 +44,15 @@ def command(part: str, run: Path, steps: int) -> list[str]:
 
 def measure(tree: str, words: Sequence[str]) -> tuple[float, float]:
     """Run a command. Return the CPU seconds of its processes, and the MB of the largest one."""
-    code = (
-        "import resource, subprocess, sys; done = subprocess.run(sys.argv[1:], capture_output=True, text=True);"
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN);"
-        "print(done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, done.stdout + done.stderr)"
-    )
     env = {**os.environ, "PYTHONPATH": os.path.abspath(tree), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-c", code, sys.executable, "-m", "trainer", *words]
-    done = subprocess.run(program, env=env, cwd=tempfile.gettempdir(), capture_output=True, text=True, check=True)
-    code, cpu_s, megabytes, text = done.stdout.split(" ", 3)
-    if code != "0":
-        raise SystemExit(f"{' '.join(words)}: exit status {code}\n{text}")
-    return float(cpu_s), float(megabytes)
+    with tempfile.TemporaryFile("w+") as output:
+        program, streams = [sys.executable, "-m", "trainer", *words], {"stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(program, env=env, cwd=tempfile.gettempdir(), **streams)
+        _, process.returncode, used = os.wait4(process.pid, 0)
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(words)}: exit status {process.returncode}\n{output.read()}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 def grow(young: Path, old: Path, steps: int) -> None:

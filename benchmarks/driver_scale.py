@@ -96,10 +96,8 @@ class Threads:
         self.received = self.stored = 0
 
     def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        if channel in ("heartbeat", "placements"):
-            answer: Any = (
-                (os.getpid(), "here", True) if channel == "heartbeat" else {"host": "here", "node": "this", "gpus": []}
-            )
+        if channel == "heartbeat":
+            answer = {"pid": os.getpid(), "is_built": True, "host": "here", "node": "this", "gpus": []}
             done: Future = Future()
             done.set_result(pickle.dumps(answer))
             return done

@@ -116,9 +116,12 @@ def _take(listener: socket.socket) -> socket.socket | None:
     if spec["prepare"]:
         _imported(spec["prepare"])(*spec["arguments"])
     if os.fork() == 0:
-        listener.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _keep(link, spec, output)
+        try:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _keep(link, spec, output)
+        finally:  # who waits for the command may have ended: what the server does at its end is not for a fork of it
+            os._exit(1)
     for descriptor in output:
         os.close(descriptor)
     link.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    age,
     ahead,
     driver_scale,
     journal,
@@ -86,6 +87,8 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
         yield "learning_tool", partial(learning_tool.run, overrides=words)
     for words in ((), ("rollout.journal=false",)):
         yield "recovery", lambda directory, words=words: recovery.run(directory, 3, 1.0, *words)
+    words = [*age.JOB, "trainer.total_steps=10"]
+    yield "age", lambda directory: age.measure(".", [*words, f"trainer.run_dir={directory}"])
     yield "resume_vs_trl", lambda directory: resume_vs_trl.Ours(PEER, "/model", PEER.data).run(Path(directory))
     for algorithm in ("grpo", "ppo"):
         yield "step_time", partial(step_time.run, algorithm, 2, 3)

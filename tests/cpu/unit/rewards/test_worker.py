@@ -205,7 +205,7 @@ def test_the_largest_reward_leaves_every_advantage_finite():
     rewards = torch.zeros(64, 3)
     rewards[:, -1] = torch.tensor(np.random.default_rng(0).choice([-1e12, 0.0, 1e12], 64), dtype=torch.float32)
     given = {"values": torch.zeros(64, 3), "baselines": -rewards.sum(1), "gamma": 1.0, "lam": 0.95, "pass_k": 2}
-    given |= {"old_logprobs": -mask, "teacher_logprobs": -2 * mask}
+    given |= {"old_logprobs": -mask, "teacher_logprobs": -2 * mask, "player_baselines": -rewards.sum(1)}
     for name, estimator in ADVANTAGES.items():
         options = {key: value for key, value in given.items() if key in options_of(estimator)}
         for result in estimator(rewards, mask, groups, **options):
