@@ -118,8 +118,8 @@ class Journal:
 
         if self.is_on:
             thread = threading.Thread(target=remove, name="journal-deletions", daemon=True)
+            thread.start()  # first: another thread may wait for all that are in the list
             self._deletions = [one for one in self._deletions if one.is_alive()] + [thread]
-            thread.start()
 
     def remove_after(self, step: int) -> None:
         """Delete the records of the steps after `step`: the run goes back, and generates them again.
