@@ -16,15 +16,15 @@ stage() { # NAME TASK OVERRIDES...
   python -m trainer "$2" trainer.run_dir="$out/$1" trainer.run_name="preferences_$1" trainer.resume_mode=latest "${@:3}"
 }
 export_of() { ls -d "$out/$1"/exports/global_step_*/policy | sort -V | tail -n 1; }
-pair_data=(data.synthetic=null data.train_files="[$pairs]" trainer.val_interval=-1 trainer.total_steps=$steps
+pair_data=(data.synthetic=null data.train_files="[$pairs]" trainer.val_interval=-1 trainer.total_steps="$steps"
   trainer.train_batch_size=32 trainer.mini_batch_size=32 "${pair_words[@]}")
-stage supervised sft sft.steps=$sft "${supervised_words[@]}"
+stage supervised sft sft.steps="$sft" "${supervised_words[@]}"
 model="$(export_of supervised)"
 stage rm rm model.path="$model" trainer.policy.optimizer.lr=1e-3 "${pair_data[@]}"
 stage ppo train algorithm=ppo trainer.total_steps=$steps trainer.policy.optimizer.lr=4e-4 trainer.critic.optimizer.lr=1e-3 \
   "$@" model.path="$model" reward.name=model reward.model.path="$(export_of rm)" trainer.best_metric=val/reward/mean
 stage dpo dpo model.path="$model" trainer.policy.optimizer.lr=1e-4 dpo.sft_coef=0.1 "${pair_data[@]}"
-stage teacher sft model.tiny.hidden_size=192 sft.steps=$taught \
+stage teacher sft model.tiny.hidden_size=192 sft.steps="$taught" \
   "${supervised_words[@]}"
 stage distilled train algorithm=opd rollout.n=1 trainer.total_steps=$steps trainer.policy.optimizer.lr=4e-4 \
   "$@" model.path="$model" algorithm.teacher.path="$(export_of teacher)"
