@@ -1,4 +1,7 @@
-"""Pairs for examples/preferences/run.sh: `python pairs.py FILE`. Better: the word backwards. Worse: with a swap."""
+"""Pairs for examples/preferences/run.sh: `python -m examples.preferences.pairs FILE`.
+
+Better is the word backwards, worse is that with two letters swapped.
+"""
 
 from __future__ import annotations
 

@@ -3,15 +3,17 @@
 # same pairs; and a larger model that teaches a smaller one. Run it again after an interruption: each stage continues, or
 # has ended. Overrides go to the stages that read them; the script sets trainer.run_dir itself.
 set -euo pipefail
-here="$(dirname "$0")"
 case "$*" in
   *experiment=*smoke*) out="outputs/smoke/preferences-$(date +%Y%m%d-%H%M%S)" sft=20 taught=20 steps=2 ;;
   *) out=outputs/preferences sft=180 taught=400 steps=60 ;;
 esac
-source "$here/../supervised_words.bash" "$@"
+source "$(dirname "$0")/../supervised_words.bash" "$@"
 mkdir -p "$out"
 pairs="$out/pairs.jsonl"
-[ -e "$pairs" ] || { python "$here/pairs.py" "$pairs.part" && mv "$pairs.part" "$pairs"; }
+if [ ! -e "$pairs" ]; then
+  python -m examples.preferences.pairs "$pairs.part"
+  mv "$pairs.part" "$pairs"
+fi
 stage() { # NAME TASK OVERRIDES...
   python -m trainer "$2" trainer.run_dir="$out/$1" trainer.run_name="preferences_$1" trainer.resume_mode=latest "${@:3}"
 }
