@@ -35,7 +35,7 @@ def run_smoke(
     fork_server().write_python(programs)
     env |= {"PATH": f"{programs}:{os.environ['PATH']}"}
     arguments = [*command.split(), "experiment=smoke", *QUICK, f"sft.steps={supervised_steps}"]
-    done = subprocess.run(arguments, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(arguments, cwd=cwd, env=environment() | env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert left_running(marker) == []
     assert [entry.name for entry in (cwd / "outputs").iterdir()] == ["smoke"]
