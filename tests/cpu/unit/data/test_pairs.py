@@ -19,6 +19,9 @@ NEWLINE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+JOINED = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
 U, A, B = ({"role": role, "content": text} for role, text in (("user", "1?"), ("assistant", "a"), ("assistant", "b")))
 V = {"role": "user", "content": "2?"}
 
@@ -64,8 +67,13 @@ def test_other_rows_are_refused_by_row_and_column(row, words):
     assert str(error.value).startswith(words)
 
 
-def load(tmp_path, rows, longest=100, cuts=True, template=None, **data):
+def load(tmp_path, rows, longest=100, cuts=True, template=None, merges=(), **data):
     build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1), str(tmp_path / "model"))
+    file = tmp_path / "model/tokenizer.json"
+    saved = json.loads(file.read_text())
+    saved["model"]["merges"] = [*map(list, merges)]
+    saved["model"]["vocab"] |= {"".join(pair): 1000 + number for number, pair in enumerate(merges)}
+    file.write_text(json.dumps(saved))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = load_tokenizer(str(tmp_path / "model"), template)
     config = DataConfig(train_files=[str(tmp_path / "rows.jsonl")], **data)
@@ -74,15 +82,21 @@ def load(tmp_path, rows, longest=100, cuts=True, template=None, **data):
 
 
 def test_an_answer_ends_with_one_stop_token_and_both_share_the_tokens_of_the_prompt(tmp_path):
-    """Also with a template that writes a newline behind the stop token: rollouts never have it, so it is not learnt."""
+    """Also with a template that writes a newline behind the stop token: rollouts never have it, so it is not learnt.
+
+    And with a tokenizer that joins the end of the prompt and the beginning of the answer: the policy cannot do that.
+    """
     rows = [
         {"prompt": "12?", "good": "yes", "bad": "no, not at all", "by": 0.5},
         {"prompt": "3", "good": "1", "bad": "2"},
     ]
     keys = {"chosen_key": "good", "rejected_key": "bad", "margin_key": "by"}
     (tmp_path / "newline.jinja").write_text(NEWLINE)
-    for template in (None, str(tmp_path / "newline.jinja")):
-        pairs, tokenizer = load(tmp_path, rows, template=template, **keys)
+    (tmp_path / "joined.jinja").write_text(JOINED)
+    merges = [(":", letter) for letter in "yn12"]
+    for template in (None, str(tmp_path / "newline.jinja"), str(tmp_path / "joined.jinja")):
+        pairs, tokenizer = load(tmp_path, rows, template=template, merges=merges, **keys)
+        assert len(tokenizer.encode("assistant:yes")) == len("assistant:yes") - 1
         assert [pair.margin for pair in pairs] == [0.5, 0.0]
         for pair, row in zip(pairs, rows, strict=True):
             prompts = []

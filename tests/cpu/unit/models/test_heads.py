@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.support.architectures import ARCHITECTURES, CONVERTED, VOCABULARY, random_model
 from tests.support.ranks import run_ranks
+from tests.support.runs import OpenRun, configured
 from tests.support.saved_policy import SavedPolicy
 from tests.support.tables import table
+from trainer.checkpoint.components import json_component
+from trainer.checkpoint.manifest import verify
 from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
 from trainer.errors import UserError
-from trainer.models.checks import check_head, classifier_fields, refuse_classifier_in
+from trainer.evaluate.job import _weights
+from trainer.evaluate.subject import Subject
+from trainer.models.checks import check_head, check_trained_models, classifier_fields, refuse_classifier_in
 from trainer.models.export import policy_assets, write_files
 from trainer.models.export_weights import export, write_safetensors
+from trainer.models.files import ADAPTER_CONFIG
 from trainer.models.loading import load_model, load_pretrained
 from trainer.parallel.packing import Packing
 from trainer.workers.rank import Rank
@@ -125,6 +132,58 @@ def test_a_checkpoint_of_a_score_head_is_exported_as_a_reward_model(tmp_path):
         export(with_head("Qwen3ForSequenceClassification"), str(tmp_path / "adapter"), "float32", 1, adapter=True)
     with pytest.raises(UserError, match="has a head for values or scores, which no class of transformers reads"):
         export(with_head("Qwen3ForCausalLM"), str(tmp_path / "values"), "float32", 10**9)
+
+
+class Adapted(SavedPolicy):
+    """A checkpoint of adapters and a head, which belong to the weights in the directory `base`."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], config: dict[str, Any], base: Path):
+        super().__init__(weights, config)
+        self._lora = {"r": 2, "lora_alpha": 4, "base_model_name_or_path": str(base)}
+
+    def json(self, path: str, shape: dict) -> dict[str, Any]:
+        return self._lora if path.endswith(ADAPTER_CONFIG) else super().json(path, shape)
+
+
+def test_a_reward_model_says_what_it_is_wherever_a_model_is_named(tmp_path):
+    """With adapters, merged without ranks. Rewards, a critic and more training start from it; no policy, no teacher."""
+    base, out, layer = tmp_path / "base", str(tmp_path / "out"), "model.layers.0.self_attn.q_proj"
+    lm = random_model(ARCHITECTURES["qwen3"], "eager")
+    lm.save_pretrained(base)
+    before = lm.state_dict()[f"{layer}.weight"]
+    a, b = torch.ones(2, before.shape[1]), torch.ones(before.shape[0], 2)
+    adapters = {f"{layer}.lora_A.default.weight": a, f"{layer}.lora_B.default.weight": b}
+    config = {**lm.config.to_dict(), "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    head = {"value_head.weight": torch.full((1, 32), 2.0)}
+    export(Adapted({**adapters, **head}, config, base), out, "float32", 10**9)
+    model, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(model.score.weight, head["value_head.weight"])
+    torch.testing.assert_close(model.state_dict()[f"{layer}.weight"], before + 2 * b @ a)
+
+    sentence = "=.*/out: Qwen3ForSequenceClassification is a reward model, which scores texts and writes none"
+    for keys, refused in [
+        ({"trainer.task": "rm", "model.path": out}, None),
+        ({"reward.name": "model", "reward.model.path": out}, None),
+        ({"algorithm.advantage_estimator": "gae", "trainer.critic.path": out}, None),
+        ({"algorithm.teacher.path": out, "algorithm.opd_kl_coef": 1.0}, "algorithm.teacher.path"),
+        ({"model.path": out}, "model.path"),
+        ({"trainer.task": "sft", "model.path": out}, "model.path"),
+        ({"trainer.task": "dpo", "model.path": out}, "model.path"),
+    ]:
+        cfg = configured(tmp_path / "run", {"model.path": str(base), **keys})
+        with pytest.raises(UserError, match=f"^{refused}{sentence}") if refused else nullcontext():
+            check_trained_models(cfg)
+    with pytest.raises(UserError, match="base: its files lack the weight score.weight$"):  # for rewards
+        load_pretrained(str(base), torch.float32, False, {"score.weight"})
+    cfg = configured(tmp_path / "run", {"model.path": out})
+    with OpenRun(cfg, {"step": 1}) as run:
+        run.components.append(json_component("policy/huggingface/config", lambda: config, lambda _: None))
+        run.save(1, roles=["policy"])
+    saved = verify(str(tmp_path / "run/checkpoints/global_step_1"), "hash")
+    for subject in (Subject(out), Subject("run", 1, saved)):
+        with pytest.raises(UserError, match="Qwen3ForSequenceClassification is a reward model, which scores texts"):
+            _weights(cfg, subject, "cpu")
 
 
 def test_an_export_that_cannot_have_the_head_is_refused_before_the_first_step(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from trainer.config import Config, OptimizerConfig
 from trainer.errors import UserError
 from trainer.objectives.optimizer_check import check_optimizers
 from trainer.workers.muon import muon_matrices, newton_schulz
+from trainer.workers.optimizers import Optimizers
 from trainer.workers.rank import Rank
 
 MODELS = {
@@ -142,6 +144,17 @@ def test_queries_that_hold_gates_and_latent_projections_stay_on_adamw():
         found = {matrix.name.rpartition(".")[0].rpartition(".")[2] for matrix in muon_matrices(module)}
         assert kept <= linear | {"gate"} and not kept & found
         assert {"o_proj", "down_proj"} <= found
+
+
+def test_each_optimizer_follows_the_schedule_from_a_learning_rate_of_its_own():
+    settings = {"scheduler": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.0, "options": {"adamw_lr": 3 * LR}}
+    module, mesh = random_model(MODELS["qwen3"], "eager"), SimpleNamespace(device_type="cpu")
+    made = Optimizers(module, OptimizerConfig(name="muon", lr=LR, **settings), 6, mesh)
+    for step, factor in enumerate([0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0]):
+        made.steps = step
+        assert made.configure() == pytest.approx(LR * factor)
+        found = {type(one).__name__: [group["lr"] for group in one.param_groups] for one in made.all}
+        assert found == {"Muon": pytest.approx([LR * factor]), "AdamW": pytest.approx([3 * LR * factor])}, step
 
 
 def test_newton_schulz_in_float64():
