@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from tests.cpu.test_architecture import ALLOWED
+from tests.support.pages import files_of_page
 from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
 from trainer.config import TASKS, Config, compose, valid_keys
@@ -179,6 +180,8 @@ def check_arguments(command: str, arguments: list[str], monkeypatch: pytest.Monk
 )
 def test_commands_in_the_documents_are_understood(document, tmp_path, monkeypatch):
     lines = commands(document)
+    files_of_page(str(document.relative_to(ROOT)), tmp_path)  # the functions that the commands name
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     if document == README:
         assert len(lines) > 8, "the commands are no longer found"
     if lines:

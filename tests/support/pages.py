@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +25,11 @@ def commands_of_page(page: str, word: str) -> str:
     """Return the first block of shell commands with this word."""
     pieces = (ROOT / page).read_text().split("```")[1::2]
     return next(piece.removeprefix("bash\n") for piece in pieces if piece.startswith("bash\n") and word in piece)
+
+
+def load_page(page: str) -> dict[str, Any]:
+    """Execute the first block of Python that has imports; return its names."""
+    pieces = (ROOT / page).read_text().split("```")[1::2]
+    names: dict[str, Any] = {}
+    exec(next(piece.removeprefix("python\n") for piece in pieces if piece.startswith("python\nimport ")), names)
+    return names

@@ -23,6 +23,7 @@ import torch
 
 from tests.support.episodes import step_all
 from tests.support.jobs import comparable, metrics
+from tests.support.pages import commands_of_page, files_of_page
 from tests.support.plain_engine import PlainRank, PlainRanks
 from tests.support.rewards import reward_pool, score
 from tests.support.toy import toy_config, toy_trainer
@@ -157,10 +158,28 @@ def test_the_policy_loss_that_reads_a_teacher(module):
     batch |= {name: np.ones((2, 3), np.float32) for name in ("mask", "old_logprobs")}
     logprobs = torch.ones(2, 3, requires_grad=True)
     mb, totals = take_rows(batch, [0, 1], "cpu"), objective.totals("policy", batch)
-    loss, metrics = objective.loss("policy", Outputs(logprobs=logprobs), mb, totals, {})
+    loss, metrics = objective.loss("policy", Outputs(logprobs=logprobs), mb, totals, {"kl_coef": 0.1})
     distance = float(((1 - batch["teacher_logprobs"]) ** 2).mean())
     assert float(metrics["teacher_distance"]) == pytest.approx(distance)
     assert float(loss.detach()) == pytest.approx(0.2 * distance - float(batch["advantages"].mean()), rel=1e-5)
+
+
+def test_the_policy_loss_with_two_teachers(module, tmp_path):
+    files_of_page("docs/distillation.md", tmp_path)
+    module("two_teachers", (tmp_path / "two_teachers.py").read_text())
+    command = commands_of_page("docs/distillation.md", "two_teachers:TASK")
+    cfg = compose(command.replace("\\\n", "").split()[2:])
+    objective = make_objective(cfg)
+    objective.check()
+    assert {"first_logprobs", "second_logprobs"} < {score.name for score in objective.computes({}, 1)}
+    values = {"advantages": 1, "first_logprobs": -3, "second_logprobs": -2, "ref_logprobs": -1, "old_logprobs": -1}
+    batch = {name: np.full((2, 3), value, np.float32) for name, value in (values | {"mask": 1}).items()}
+    batch |= {"input_ids": np.ones((2, 3), np.int64), "lengths": np.full(2, 3), "group_ids": np.zeros(2, np.int64)}
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    mb, totals = take_rows(batch, [0, 1], "cpu"), objective.totals("policy", batch)
+    loss, metrics = objective.loss("policy", Outputs(logprobs=logprobs), mb, totals, {"kl_coef": 0.1})
+    assert float(metrics["teachers_kl"]) == pytest.approx(1.5)
+    assert float(loss.detach()) == pytest.approx(-(1 - 0.2 * 1.5))
 
 
 def test_the_advantage_of_a_distillation_reads_a_teacher(module):

@@ -16,11 +16,12 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import Phi3Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from tests.support.architectures import ALL, CONVERTED, SHAPE, random_model
+from tests.support.pages import commands_of_page, load_page
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import config
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, OptimizerConfig
+from trainer.config import Config, OptimizerConfig, compose
 from trainer.errors import UserError
 from trainer.objectives.optimizer_check import check_optimizers
 from trainer.workers.muon import muon_matrices, newton_schulz
@@ -40,6 +41,8 @@ FUSED = {
 }
 """Views of the matrices that one tensor holds, by the end of its name."""
 LR, DECAY, MOMENTUM = 1e-2, 0.1, 0.95
+Lion: Any = load_page("docs/optimizers.md")["Lion"]
+"""The optimizer of a user that the page shows."""
 
 
 def with_optimizer(name: str, **settings: Any) -> Config:
@@ -165,24 +168,6 @@ def test_newton_schulz_in_float64():
     np.testing.assert_allclose(newton_schulz(matrix.T, 5), np.transpose(expected), rtol=0, atol=1e-9)
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023): an optimizer that is a class of the user's."""
-
-    def __init__(self, parameters: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)):
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                state = self.state[p]
-                momentum = state.setdefault("momentum", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_((momentum * first + p.grad * (1 - first)).sign_(), alpha=group["lr"])
-                momentum.lerp_(p.grad, 1 - second)
-
-
 class Forgetful(Lion):
     """What decides a step is outside of the state."""
 
@@ -268,3 +253,7 @@ def test_optimizers_and_options_that_do_not_exist_are_refused_before_the_start()
             check_optimizers(with_optimizer(name, options=options))
     with pytest.raises(UserError, match="does not get it; set it in trainer.policy.optimizer.options"):
         check_optimizers(with_optimizer(f"{__name__}:Lion", betas=[0.8, 0.9]))
+    command = commands_of_page("docs/optimizers.md", "lion:Lion").replace("lion:", f"{__name__}:")
+    cfg = compose(command.replace("\\\n", "").split()[2:])
+    check_optimizers(cfg)
+    assert cfg.trainer.policy.optimizer.options == {"betas": [0.9, 0.98]}
