@@ -10,10 +10,7 @@ esac
 source "$(dirname "$0")/../supervised_words.bash" "$@"
 mkdir -p "$out"
 pairs="$out/pairs.jsonl"
-if [ ! -e "$pairs" ]; then
-  python -m examples.preferences.pairs "$pairs.part"
-  mv "$pairs.part" "$pairs"
-fi
+[ -e "$pairs" ] || python -m examples.preferences.pairs "$pairs"
 stage() { # NAME TASK OVERRIDES...
   python -m trainer "$2" trainer.run_dir="$out/$1" trainer.run_name="preferences_$1" trainer.resume_mode=latest "${@:3}"
 }

@@ -196,6 +196,9 @@ def test_overrides_reach_every_stage_of_an_example(script, tmp_path, monkeypatch
     """The script keeps PYTHONPATH, too (see `STUB`)."""
     monkeypatch.setenv("SERVES", "1")
     made = calls(tmp_path, str(script), "experiment=smoke", "trainer.seed=7")
+    own = [words for words in made if words[:2] == ["python", "-m"] and words[2].startswith("examples.")]
+    assert all((ROOT / f"{words[2].replace('.', '/')}.py").is_file() for words in own)  # programs of the example
+    made = [words for words in made if words not in own]
     stages = [words for words in made if command_and_arguments(words)[0] in JOBS]
     assert stages
     for words in made:
