@@ -49,7 +49,7 @@ def parse_object(text: bytes | str, shape: ObjectShape | None = None) -> dict[st
     Raises:
         ValueError: the text is not JSON, is nested too deeply, or has another shape.
     """
-    return _checked(parse_json(text), shape or {})
+    return checked_object(parse_json(text), shape or {})
 
 
 def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
         value = yaml.load(text, Loader)
     except Exception as error:  # the constructors of PyYAML raise any exception on a bad value
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-    return _checked(value, shape or {})
+    return checked_object(value, shape or {})
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
@@ -144,7 +144,12 @@ def _join(where: str, name: Any) -> str:
     return f"{where}.{name}" if where else f"{name}"
 
 
-def _checked(value: Any, shape: ObjectShape) -> dict[str, Any]:
+def checked_object(value: Any, shape: ObjectShape) -> dict[str, Any]:
+    """Return a parsed object that has a shape.
+
+    Raises:
+        ValueError: it is no object, is nested too deeply, or has another shape.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"it holds {'nothing' if value is None else type(value).__name__} instead of fields")
     if nests_deeply(value):

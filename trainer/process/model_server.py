@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
-from trainer.files.documents import is_number, parse_object
+from trainer.files.documents import checked_object, is_number, parse_object
 from trainer.process import time_limits
 from trainer.process.log_setup import show
 from trainer.process.signals import SIGNALS
@@ -190,7 +190,7 @@ class ModelServer:
                 raise self._refusal(one_line(str(answer.get("error"))))
             if path == STATUS and answer.get("state", "ready") != "ready":
                 raise _Passing("it is starting")
-            return parse_object(response.content, shape)
+            return checked_object(answer, shape)
         except ValueError as error:
             if isinstance(error, UserError):
                 raise

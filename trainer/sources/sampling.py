@@ -33,7 +33,13 @@ from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.sources.batches import StepBatch, UsedRow, ahead_component
-from trainer.sources.episode_metrics import episode_metrics, failure_metrics, mix_progress, staleness
+from trainer.sources.episode_metrics import (
+    episode_metrics,
+    failure_metrics,
+    known_rewards,
+    mix_progress,
+    staleness,
+)
 from trainer.sources.replay import replayed
 from trainer.sources.rollouts import Rollouts
 from trainer.sources.routes import prompt_ledger
@@ -61,10 +67,7 @@ class RowGroup:
     @property
     def teaches(self) -> bool:
         """Whether at least two of the rewards of a player that did not fail differ."""
-        seen: dict[str, set[float]] = {}
-        for player, reward in (item for episode in self.episodes for item in episode.player_rewards.items()):
-            seen.setdefault(player, set()).update([] if reward is None else [reward])
-        return any(len(rewards) > 1 for rewards in seen.values())
+        return any(len({*rewards}) > 1 for rewards in known_rewards(self.episodes).values())
 
 
 class StepInFlight:
