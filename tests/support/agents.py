@@ -279,7 +279,8 @@ class Framework:
 
 
 class Debate:
-    """Two players answer the same prompt, and earn the length of their reply. `row["unnamed"]`: nobody asks, too."""
+    """Two players answer the same prompt. Each earns the length of its reply. With `row["unnamed"]` the agent also asks
+    without the name of a player."""
 
     players = ("pro", "con")
 
