@@ -28,6 +28,8 @@ class TurnRecord:
     """`(T,)` float32, of its tokens."""
     sampled_by: tuple[int, str] | None = None
     """In flight: the newest version of the weights at the end of the turn, and its history."""
+    is_company: bool = False
+    """Whether the bits of other replies depend on it: it is recorded even where its episode has ended meanwhile."""
 
 
 def encode_turns(records: Sequence[TurnRecord], about: Mapping[str, str]) -> bytes:

@@ -179,7 +179,7 @@ class Writer:
         try:
             with TRACER.span("write rollouts", "journal", groups=len(batch.groups)):
                 # Of an episode that has ended meanwhile, the group has all.
-                if turns := [turn for turn in batch.turns if turn.key not in batch.groups]:
+                if turns := [turn for turn in batch.turns if turn.is_company or turn.key not in batch.groups]:
                     self._files.write(batch.step, encode_turns(turns, batch.about), TURNS)
                 if batch.groups:
                     self._files.write(batch.step, encode_groups(batch.step, batch.groups, batch.about))

@@ -225,7 +225,7 @@ class _Together:
         finally:
             self._count("rollout", -1)
         if recorded is None:
-            asks.turns.add_reply(turn, request, completion)
+            asks.turns.add_reply(turn, request, completion, self.engines.unit == "batch" and self.engines.repeats)
         return completion
 
     def finish(self, asks: _Asks) -> None:

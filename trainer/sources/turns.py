@@ -64,8 +64,8 @@ class EpisodeTurns:
                 return self._completions[name]
         return None
 
-    def add_reply(self, turn: str, request: Request, completion: Completion) -> None:
-        """Record a reply that was sampled now."""
+    def add_reply(self, turn: str, request: Request, completion: Completion, is_company: bool = False) -> None:
+        """Record a reply that was sampled now (`is_company`: see `TurnRecord`)."""
         name = _name_of(turn, request)
         self._completions[name] = completion
         self.sampled += 1
@@ -78,7 +78,9 @@ class EpisodeTurns:
             "versions": completion.weight_versions,
             "spans": completion.version_spans,
         }
-        self._add(TurnRecord(self.key, name, about, completion.token_ids, completion.logprobs))
+        self._add(
+            TurnRecord(self.key, name, about, completion.token_ids, completion.logprobs, is_company=is_company)
+        )
 
     def recorded_answer(self, number: int) -> tuple[StepResult, str | None] | None:
         """Return an answer of the environment and its state after it; None: a new environment must answer.
