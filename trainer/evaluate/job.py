@@ -34,7 +34,7 @@ from trainer.journal.history import code_in, digest, identity
 from trainer.journal.journal import Journal
 from trainer.metrics.estimates import row_values
 from trainer.metrics.tracker import METRICS_FILE
-from trainer.models.checks import check_vocabularies, refuse_classifier, refuse_classifier_in
+from trainer.models.checks import check_vocabularies, refuse_classifier_in
 from trainer.models.export_weights import adapter_files, export
 from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import stop_token_ids
@@ -206,8 +206,6 @@ def _weights(cfg: Config, subject: Subject, device: str) -> tuple[str, FixedWeig
         refuse_classifier_in(path, "model.path")
         return path, FixedWeights(path, directory, cfg.rollout.dtype)
     files = NamedFiles(checkpoint)
-    config = files.json("policy/huggingface/config.json", {})
-    refuse_classifier(config.get("architectures"), checkpoint.path)
     if cfg.syncs_adapter:
         config, adapter, base = adapter_files(files)
         path = resolve_model_path(given or base)

@@ -98,8 +98,12 @@ def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
     else:
         from trainer.checkpoint.components import read_config
         from trainer.checkpoint.inspection import choose_checkpoint
+        from trainer.checkpoint.tensors import NamedFiles
+        from trainer.models.checks import refuse_classifier
 
         checkpoint, _ = choose_checkpoint(path, step, best)
+        model = NamedFiles(checkpoint).json("policy/huggingface/config.json", {})
+        refuse_classifier(model.get("architectures"), checkpoint.path)
         config = read_config(checkpoint)
         subject = Subject(checkpoint.path, checkpoint.step, checkpoint)
         chosen, run_dir = [_store_config(path, config, given)], _directory_in(path, checkpoint.step, config)

@@ -78,9 +78,7 @@ class EpisodeTurns:
             "versions": completion.weight_versions,
             "spans": completion.version_spans,
         }
-        self._add(
-            TurnRecord(self.key, name, about, completion.token_ids, completion.logprobs, is_company=is_company)
-        )
+        self._add(TurnRecord(self.key, name, about, completion.token_ids, completion.logprobs, is_company=is_company))
 
     def recorded_answer(self, number: int) -> tuple[StepResult, str | None] | None:
         """Return an answer of the environment and its state after it; None: a new environment must answer.
