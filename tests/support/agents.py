@@ -116,13 +116,14 @@ def chat(endpoint: Endpoint, messages: list[dict[str, Any]], **fields: Any) -> d
 class Effects:
     """Asks 40 times, and has an effect on a service after each reply."""
 
-    def __init__(self, service: str):
-        self._service = service
+    def __init__(self, service: str, is_slow: bool = False):
+        self._service, self._is_slow = service, is_slow
 
     def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> float:
         messages = [{"role": "user", "content": row["prompt"]}]
         for turn in range(1, 41):
             messages.append(chat(endpoint, messages)["choices"][0]["message"])
+            time.sleep(0.02 if self._is_slow else 0)
             while take_effect(self._service, f"{endpoint.episode_id} {turn}", turn):
                 time.sleep(600)
             messages.append({"role": "user", "content": str(derive_seed(messages[-1]["content"], seed) % 1000)})

@@ -149,10 +149,14 @@ def take_effect(service: str, step_id: str, turn: int) -> bool:
 
 
 class Effects:
-    """Has an effect on a service in each of its 40 steps. Answers as a hash of row, seed and replies says."""
+    """Has an effect on a service in each of its 40 steps. Answers as a hash of row, seed and replies says.
 
-    def __init__(self, service: str):
-        self._service = service
+    Args:
+        is_slow: the steps of some rows take longer.
+    """
+
+    def __init__(self, service: str, is_slow: bool = False):
+        self._service, self._is_slow = service, is_slow
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         self._said: list[int | str] = [row["prompt"], seed]
@@ -161,6 +165,8 @@ class Effects:
     async def step(self, reply: Message, step_id: str) -> StepResult:
         self._said.append(reply["content"])
         turn = len(self._said) - 2
+        if self._is_slow:
+            await asyncio.sleep(derive_seed(self._said[0]) % 4 * 0.01)
         while take_effect(self._service, step_id, turn):
             await asyncio.sleep(600)
         number = derive_seed(*self._said)

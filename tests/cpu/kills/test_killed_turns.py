@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import run_until
+from tests.support.runs import rollouts_of
 from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -15,63 +18,103 @@ pytestmark = [pytest.mark.early, pytest.mark.slow]
 EPISODES, TURNS = 3 * 2, 40
 SOURCES = {"plain": "environments:Effects", "saved": "environments:SavedEffects", "agents": "agents:Effects"}
 
-
-def test_a_kill_in_turn_37_of_40_costs_one_reply_of_each_episode(tmp_path):
-    """Environments that are made again, that load what they have saved, and agents. The service outlives the job."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
     size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
                      max_position_embeddings=4096)  # fmt: skip
-    build_tiny(size, str(tmp_path / "model"))
+    build_tiny(size, str(path))
+    return str(path)
 
-    def job(run: str) -> tuple[str, ...]:
-        service = tmp_path / f"{run} service"
-        service.mkdir()
+
+class Job:
+    """A job whose episodes have effects on a service that outlives it, a directory."""
+
+    def __init__(self, root: Path, name: str, model: str, *more: str):
+        self.run_dir, self.log, self.service = root / name, root / f"{name}.log", root / f"{name} service"
+        self.service.mkdir()
         sources = [
             word
-            for name, path in SOURCES.items()
+            for source, path in SOURCES.items()
             for word in (
-                f"data.mix.{name}.synthetic=reverse_text",
-                f"data.mix.{name}.size=4",
-                f"data.mix.{name}.environment.name=tests.support.{path}",
-                f"+data.mix.{name}.environment.kwargs.service={service}",
+                f"data.mix.{source}.synthetic=reverse_text",
+                f"data.mix.{source}.size=4",
+                f"data.mix.{source}.environment.name=tests.support.{path}",
+                f"+data.mix.{source}.environment.kwargs.service={self.service}",
             )
         ]
-        return (f"trainer.run_dir={tmp_path}/{run}", f"model.path={tmp_path}/model", "algorithm=grpo",
-                "rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
-                "rollout.max_prompt_tokens=64", "environment.max_tokens=2048", f"environment.max_turns={TURNS}",
-                "environment.name=tests.support.environments:Hashed", "data.train_size=-1", "trainer.val_interval=-1",
-                "trainer.train_batch_size=3", "trainer.mini_batch_size=3", "trainer.total_steps=2",
-                "trainer.hf_save_interval=2", *sources)  # fmt: skip
+        self.words = (
+            f"trainer.run_dir={self.run_dir}", f"model.path={model}", "algorithm=grpo",
+            "rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
+            "rollout.max_prompt_tokens=64", "environment.max_tokens=2048", f"environment.max_turns={TURNS}",
+            "environment.name=tests.support.environments:Hashed", "data.train_size=-1", "trainer.val_interval=-1",
+            "trainer.train_batch_size=3", "trainer.mini_batch_size=3", "trainer.total_steps=2",
+            "trainer.hf_save_interval=2", *sources, *more,
+        )  # fmt: skip
 
-    def count(run: str, kind: str) -> int:
-        return len([*(tmp_path / f"{run} service").glob(f"{kind} *")])
+    def count(self, kind: str) -> int:
+        return len([*self.service.glob(f"{kind} *")])
 
-    whole, killed = job("whole"), job("killed")
-    assert run_until(tmp_path / "whole.log", *whole)
-    trial = count("whole", "done") - 2 * EPISODES * TURNS  # environments are tried before the start
+    def run(self) -> None:
+        assert run_until(self.log, *self.words)
+
+    def kill_in_turn_37(self, fewest: int, is_due: Callable[[], bool] = lambda: True) -> None:
+        """Hold the episodes in turn 37 from a time on; kill the job when no more come there, and all is on the disk."""
+        hold, seen = self.service / "hold", [0, 0.0]
+
+        def must_end(seconds: float) -> bool:
+            if not hold.exists() and is_due():
+                hold.touch()
+            if (waiting := self.count("waits")) != seen[0]:
+                seen[:] = waiting, seconds
+            return waiting >= fewest and seconds > seen[1] + 2
+
+        assert not run_until(self.log, *self.words, kill_when=must_end)
+        hold.unlink()
+
+
+def test_a_kill_in_turn_37_of_40_costs_one_reply_of_each_episode(model, tmp_path):
+    """Environments that are made again, that load what they have saved, and agents."""
+    whole, killed = Job(tmp_path, "whole", model), Job(tmp_path, "killed", model)
+    whole.run()
+    trial = whole.count("done") - 2 * EPISODES * TURNS  # environments are tried before the start
     assert 0 <= trial <= len(SOURCES)
+    killed.kill_in_turn_37(EPISODES)
+    assert [*killed.run_dir.glob(".journal/*.turns")]
+    killed.run()
 
-    hold, log = tmp_path / "killed service/hold", tmp_path / "killed.log"
-    hold.touch()
-    since: list[float] = []
-
-    def is_due(seconds: float) -> bool:
-        if not since and count("killed", "waits") == EPISODES:
-            since.append(seconds)
-        return bool(since) and seconds > since[0] + 2  # their replies are on the disk
-
-    assert not run_until(log, *killed, kill_when=is_due)
-    assert [*(tmp_path / "killed/.journal").glob("*.turns")]
-    hold.unlink()
-    assert run_until(log, *killed)
-
-    rows, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    rows, expected = metrics(killed.run_dir), metrics(whole.run_dir)
     assert comparable(rows) == comparable(expected)
     export = "exports/global_step_2/policy/model.safetensors"
-    assert (tmp_path / "killed" / export).read_bytes() == (tmp_path / "whole" / export).read_bytes()
+    assert (killed.run_dir / export).read_bytes() == (whole.run_dir / export).read_bytes()
     replies = [(row["journal/replies_sampled"], row["journal/replies_recorded"]) for row in rows if row["step"] > 0]
     assert sum(replies[0]) == EPISODES * TURNS and replies[1] == (EPISODES * TURNS, 0)
     assert replies[0][0] <= EPISODES * (TURNS - 37 + 1), "more than one reply of an episode was sampled again"
-    assert count("killed", "done") == count("whole", "done"), "an effect has another id after the kill"
-    assert 0 < count("killed", "refused") <= EPISODES * 37 + trial
-    assert not [path for path in (tmp_path / "killed/.journal").glob("step_1-*")], "turns outlive what they served"
-    assert "dropped" not in Path(log).read_text()
+    assert killed.count("done") == whole.count("done"), "an effect has another id after the kill"
+    assert 0 < killed.count("refused") <= EPISODES * 37 + trial
+    assert not [*killed.run_dir.glob(".journal/step_1-*")], "turns outlive what they served"
+    assert "dropped" not in killed.log.read_text()
+
+
+def test_in_flight_no_recorded_reply_is_sampled_again_and_no_prompt_is_lost(model, tmp_path):
+    """Killed after a step, with episodes of several versions in turn 37. The run comes to these versions again."""
+    steps = 3
+    job = Job(tmp_path, "job", model, "rollout.in_flight_updates=true", "rollout.max_staleness=1",
+              f"trainer.total_steps={steps}", "trainer.ckpt_interval=1000", "logger.save_rollouts=true",
+              *(f"+data.mix.{source}.environment.kwargs.is_slow=true" for source in SOURCES))  # fmt: skip
+    job.kill_in_turn_37(EPISODES, (job.run_dir / "rollouts/step_1.arrow").exists)
+    effects, total = job.count("done"), steps * EPISODES * TURNS
+    assert EPISODES * TURNS < effects < total
+    job.run()
+
+    rows = [row for row in metrics(job.run_dir) if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    episodes = [row for step in range(1, steps + 1) for row in rollouts_of(job.run_dir, step)]
+    uids = Counter(row["uid"] for row in episodes)
+    assert len(uids) == steps * EPISODES and {*uids.values()} == {1}, "a prompt was trained twice"
+    assert max(row["rollout/staleness_max"] for row in rows) > 0
+    assert 0 <= job.count("done") - total <= len(SOURCES), "a recorded reply was answered under another id"
+    sampled = sum(row["journal/replies_sampled"] for row in rows)
+    assert sampled + sum(row["journal/replies_recorded"] for row in rows) == total
+    assert sampled == job.count("done") - effects, "a recorded reply was sampled again"
+    assert "dropped" not in job.log.read_text()
