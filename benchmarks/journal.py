@@ -2,10 +2,12 @@
 
 Trains one run for each workload and place, in which one step of each pair, drawn by chance, writes the journal, and the
 other does not. The workloads are the demo, and a model with random weights whose completions have up to 512 tokens.
+In the workload `turns`, an environment answers 40 replies of each episode. There the other step writes finished
+episodes alone, and the engine has no model, because the driver alone is measured.
 
 Prints for a step the seconds that the driver waited for the journal (`time/journal`), the CPU seconds of the journal's
 threads, and what steps with it took longer than those without: in CPU seconds of the driver, in which those of the
-journal's threads are contained, and on the clock. Medians,
+journal's threads are contained, also as a share of all CPU seconds of the driver, and on the clock. Medians,
 and their standard errors; a busy machine shows in the last column, but hardly in the others.
 """
 
@@ -21,18 +23,30 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
+from tests.support.token_engine import StoppingEngine
 from trainer.config import TASKS, Config
+from trainer.config.engines import EngineSpec
+from trainer.environments import Message, StepResult
 from trainer.episodes import Episode
+from trainer.generation.engine import Completion
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
+from trainer.models.tiny import TinyShape, build_tiny
+from trainer.sources.rollouts import GroupRecord
 from trainer.sources.sampling import SamplingSource
+from trainer.sources.turns import EpisodeTurns
 from trainer.tasks import Task, rl
 
 CPU_FILE = "cpu.jsonl"
+TURNS = 40
+MODEL_OF_TURNS = TinyShape(
+    hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, max_position_embeddings=8192
+)
 WARM_UP = 2
 WORKLOADS = {
     "demo": [],
@@ -40,7 +54,39 @@ WORKLOADS = {
         "trainer.task=benchmarks.journal:RANDOM_WEIGHTS", "trainer.train_batch_size=8", "trainer.mini_batch_size=8",
         "rollout.n=4", "rollout.max_response_tokens=512", "trainer.policy.optimizer.lr=0",
     ],
+    "turns": [
+        "trainer.task=benchmarks.journal:TURNS_OR_EPISODES", "trainer.ray_address=processes", "trainer.device=cpu",
+        "trainer.train_batch_size=4", "trainer.mini_batch_size=4", "rollout.n=2", "rollout.max_response_tokens=64",
+        "rollout.engine=benchmarks.journal:ENGINE", "rollout.max_logprob_diff=null", "rollout.max_prompt_tokens=128",
+        "environment.name=benchmarks.journal:Answers", f"environment.max_turns={TURNS}", "environment.max_tokens=6144",
+        "trainer.policy.optimizer.lr=0",
+    ],
 }  # fmt: skip
+
+
+class Answers:
+    """Answers each reply with a line of text; done after 40 replies."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._left = TURNS
+        return [{"role": "user", "content": row["prompt"]}]
+
+    async def step(self, reply: Message) -> StepResult:
+        self._left -= 1
+        text = f"{self._left} replies are left. The last one had {len(reply['content'])} characters."
+        return StepResult([{"role": "user", "content": text}], 1.0, done=self._left == 0)
+
+    def close(self) -> None:
+        pass
+
+
+class Tokens(StoppingEngine):
+    """Gives replies of up to 64 tokens at once."""
+
+    token_s = 0.0
+
+
+ENGINE = EngineSpec(path=f"{__name__}:Tokens", unit="request")
 
 
 def writes(step: int) -> bool:
@@ -57,17 +103,44 @@ class Alternating(SamplingSource):
         passed = {"step": step, "driver": time.process_time(), "journal": sum(map(time.clock_gettime, clocks))}
         with open(os.path.join(self.cfg.trainer.run_dir, CPU_FILE), "a") as file:
             print(json.dumps(passed), file=file)
-        self.rollouts.journal.is_on = writes(step)
+        self._switch(writes(step))
         return super().next(step)
 
+    def _switch(self, is_on: bool) -> None:
+        self.rollouts.journal.is_on = is_on
 
-def build(cfg: Config, has_random_weights: bool) -> Task:
-    task = rl.build(cfg, partial(rl.sample_episodes, make_source=Alternating))
+
+class AlternatingTurns(Alternating):
+    """Writes all finished episodes, and the turns of running ones in one step of two."""
+
+    def _switch(self, is_on: bool) -> None:
+        GroupRecord.turns = _record_turns if is_on else lambda record, index: Unrecorded()  # type: ignore[assignment]
+
+
+_record_turns = GroupRecord.turns
+
+
+class Unrecorded(EpisodeTurns):
+    """The turns of an episode that nobody records, or looks for in the journal."""
+
+    async def find(self, name: str) -> Completion | None:
+        return None
+
+    def add_reply(self, name: str, completion: Completion, is_company: bool = False) -> None:
+        self.sampled += 1
+
+    def add_answer(self, number: int, answer: StepResult, state: str | None) -> None:
+        pass
+
+
+def build(cfg: Config, has_random_weights: bool, source: type[Alternating] = Alternating) -> Task:
+    task = rl.build(cfg, partial(rl.sample_episodes, make_source=source))
     return replace(task, start_weights=None, warm_start=None) if has_random_weights else task
 
 
 TASK = replace(TASKS["rl"], build=partial(build, has_random_weights=False))
 RANDOM_WEIGHTS = replace(TASKS["rl"], build=partial(build, has_random_weights=True))
+TURNS_OR_EPISODES = replace(TASKS["rl"], build=partial(build, has_random_weights=True, source=AlternatingTurns))
 
 
 def train(run_dir: str, steps: int, overrides: list[str]) -> list[dict[str, float]]:
@@ -96,21 +169,21 @@ def train(run_dir: str, steps: int, overrides: list[str]) -> list[dict[str, floa
 
 def report(name: str, place: str, steps: list[dict[str, float]]) -> None:
     """Print a line about a run."""
-    whole = median(step["seconds"] for step in steps)
+    whole, driver = (median(step[key] for step in steps) for key in ("seconds", "driver"))
     by_number = {int(step["step"]): step for step in steps}
     pairs = [(by_number[n], by_number[n + 1]) for n in sorted(by_number) if n % 2 == 0 and n + 1 in by_number]
     ordered = [(first, second) if writes(int(first["step"])) else (second, first) for first, second in pairs]
 
-    def shown(values: list[float]) -> str:
+    def shown(values: list[float], whole: float = whole) -> str:
         low, _, high = quantiles(values, n=4)
         # Of a normal distribution the quartiles are 1.349 deviations apart, and a median's error is 1.253 deviations
         # by the root of the number: so single slow steps do not count.
         error = 1.253 * (high - low) / 1.349 / math.sqrt(len(values))
         return f"{median(values) / whole:7.2%} ± {error / whole:.2%}"
 
-    columns = [shown([written[key] for written, _ in ordered]) for key in ("waited", "journal")] + [
-        shown([written[key] - plain[key] for written, plain in ordered]) for key in ("driver", "seconds")
-    ]
+    columns = [shown([written[key] for written, _ in ordered]) for key in ("waited", "journal")]
+    more = {key: [written[key] - plain[key] for written, plain in ordered] for key in ("driver", "seconds")}
+    columns += [shown(more["driver"]), shown(more["driver"], driver), shown(more["seconds"])]
     print(f"| {name} | {place} | {len(ordered)} | {whole:.2f} s | {' | '.join(columns)} |", flush=True)
 
 
@@ -122,13 +195,15 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", default=[tempfile.gettempdir(), "/dev/shm"], help=places)
     parser.add_argument("overrides", nargs="*", help="further settings, such as rollout=transformers")
     args = parser.parse_args()
-    print("| workload | place | pairs | a step | waited | CPU of its threads | CPU of the driver | time of a step |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| workload | place | pairs | a step | waited | CPU of its threads | CPU of the driver | of its CPU | time |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in args.workloads:
         for place in args.places:
             with tempfile.TemporaryDirectory(dir=place) as root:
                 steps = WARM_UP + 2 * args.pairs - 1
-                overrides = [*args.overrides, *WORKLOADS[name]]
+                build_tiny(MODEL_OF_TURNS, os.path.join(root, "model"))
+                model = [f"model.path={root}/model"] if name == "turns" else []
+                overrides = [*args.overrides, *WORKLOADS[name], *model]
                 report(name, place, train(os.path.join(root, name), steps, overrides))
 
 

@@ -186,6 +186,34 @@ class SavedEffects(Effects):
         self._said = json.loads(state)
 
 
+class Paid(ToolEnvironment):
+    """Has a tool whose answers are recorded, and another one that changes the environment. Both leave files."""
+
+    instructions = ""
+    recorded_tools = ("buy",)
+
+    def __init__(self, service: str):
+        self._service = service
+        self._notes = 4
+        self.tools = (self.buy, self.note)
+
+    def _leave(self, kind: str) -> None:
+        Path(f"{self._service}/{kind} {os.urandom(4).hex()}").touch()
+
+    def buy(self, text: str) -> str:
+        self._leave("buy")
+        return f"bought {text}"
+
+    def note(self, text: str) -> str:
+        self._leave("note")
+        self._notes += 1
+        return f"noted {text}"
+
+    def score(self, answer: str, row: Mapping[str, Any]) -> float:
+        self._leave("score")
+        return float(self._notes)
+
+
 class Hashed:
     """Answers as a hash of row, seed and replies says.
 

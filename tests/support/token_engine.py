@@ -14,7 +14,6 @@ from trainer.generation.weight_sync import SharedMemory
 
 ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", unit="request")
 JOINING = EngineSpec(path=f"{__name__}:StoppingEngine", unit="request")
-_TOKEN_S = 0.004
 
 
 class _Running:
@@ -38,6 +37,8 @@ class _Running:
 class TokenEngine:
     """See `trainer.generation.engine.StreamingEngine`."""
 
+    token_s = 0.004
+
     def __init__(self, model_path: str, **_: Any):
         self._version = 0
         self._running: dict[int, _Running] = {}
@@ -47,7 +48,7 @@ class TokenEngine:
         self._running |= {number: _Running(request) for number, request in requests.items()}
         done: dict[int, Completion] = {}
         while self._running and not done and not self._interrupted.is_set():
-            threading.Event().wait(_TOKEN_S)
+            threading.Event().wait(self.token_s)
             for number, running in list(self._running.items()):
                 position = len(running.tokens)
                 running.tokens.append(zlib.crc32(f"{running.request.seed} {position}".encode()) % 200)

@@ -38,7 +38,9 @@ class StepResult:
 METHODS = {"reset": ("row", "seed"), "step": ("reply",), "close": ()}
 """The methods of an environment, and what they get."""
 _STATE_METHODS = {"save": (), "load": ("state",)}
-"""Methods that an environment may have besides."""
+"""Methods that an environment may have besides: both, or none."""
+_MORE = {"reset": ("step_id",), "step": ("step_id", "recorded")}
+"""Parameters that methods may have besides (see `more_of`)."""
 _AGENT_METHODS = {"run": ("row", "seed", "endpoint")}
 
 
@@ -47,7 +49,7 @@ class Environment(Protocol):
 
     Its answers must be a function of row, seed and replies: an environment that is lost is made again, and gets the
     same replies. One that has `save() -> bytes` and `load(state: bytes)` need not: it saves itself after each step, and
-    a new one loads that. `reset` and `step` may have a parameter `step_id` (see `takes_step_id`).
+    a new one loads that. `reset` and `step` may have more parameters (see `more_of`).
 
     Each method may be `async`; then a process runs many environments at the same time. So it does where the class has
     an attribute `thread_safe = True`, or a class method of that name that says so of `environment.kwargs`: methods run
@@ -90,16 +92,37 @@ def players_of(kind: Any) -> tuple[str, ...]:
     return players
 
 
-def takes_step_id(method: Callable[..., Any]) -> bool:
-    """Return whether `reset` or `step` has a parameter `step_id`.
+def more_of(method: str, function: Callable[..., Any]) -> list[str]:
+    """Return which parameters a method of an environment has besides those that it must have.
 
-    It gets an id of the call: the same for the same episode and replies, also after a kill, so that a service can
-    refuse what it has done already.
+    `step_id`, of `reset` and `step`, gets an id of the call: the same for the same episode and replies, also after a
+    kill, so that a service can refuse what it has done already. `recorded`, of `step`, gets the `StepResult` that the
+    same replies had before a kill; None: it is not known.
     """
     try:
-        return "step_id" in inspect.signature(method).parameters
+        return [name for name in _MORE.get(method, ()) if name in inspect.signature(function).parameters]
     except ValueError:  # some functions in C have no signature
-        return False
+        return []
+
+
+def problem_of_state(kind: Any) -> str | None:
+    """Return why `save` and `load` of an environment, or of its class, are not what it may have; None: they are.
+
+    They are common names: an environment with methods for another purpose must not seem to save itself.
+    """
+    found = [method for method in _STATE_METHODS if callable(getattr(kind, method, None))]
+    for method in found:
+        signature = inspect.signature(getattr(kind, method))
+        kinds = {one.kind for one in signature.parameters.values()}
+        if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:  # a decorator may pass them on
+            continue
+        if tuple(name for name in signature.parameters if name != "self") != _STATE_METHODS[method]:
+            return (
+                f"the class has a method {method}{signature}, but an environment that saves its state has save(self) "
+                "-> bytes and load(self, state: bytes) (docs/environments.md); rename it, or write these two"
+            )
+    lacking = [method for method in _STATE_METHODS if method not in found]
+    return f"the class can save or load its state alone; write `{lacking[0]}`, too" if len(lacking) == 1 else None
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
@@ -118,13 +141,10 @@ def find_environment(name: str) -> Callable[..., Environment]:
             f"environment.name={name}: the class has no method `{missing[0]}`; an environment has the methods "
             f"{', '.join(METHODS)} (docs/environments.md), and an agent has `run` alone (docs/agents.md)"
         )
-    saves = {method: hasattr(kind, method) for method in _STATE_METHODS if inspect.isclass(kind) and not agent}
-    if len({*saves.values()}) > 1:
-        lacking = next(method for method, is_there in saves.items() if not is_there)
-        raise UserError(f"environment.name={name}: the class can save or load its state alone; write `{lacking}`, too")
-    methods = _AGENT_METHODS if agent else METHODS | (_STATE_METHODS if any(saves.values()) else {})
-    for method, arguments in methods.items():
-        more = ("step_id",) if method in ("reset", "step") and takes_step_id(getattr(kind, method, len)) else ()
+    if not agent and inspect.isclass(kind) and (problem := problem_of_state(kind)):
+        raise UserError(f"environment.name={name}: {problem}")
+    for method, arguments in (_AGENT_METHODS if agent else METHODS).items():
+        more = more_of(method, getattr(kind, method, len))
         if problem := problem_of_method(kind, method, (*arguments, *more)):
             raise UserError(f"environment.name={name}: {problem}")
     try:

@@ -101,6 +101,7 @@ class Questions(ToolEnvironment):
     ):
         self._python = python or {}
         self.tools = tuple(map(self._find, tools))
+        self.recorded_tools = tuple(tool.__name__ for tool in self.tools)
         self._reward: Callable[[str, str], Any] = REWARDS.get(reward) or import_function(reward, "reward", REWARDS)
         self._keys = prompt_key, answer_key
         if instructions is not None:
@@ -123,8 +124,8 @@ class Questions(ToolEnvironment):
     def prompt(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
         return row[self._keys[0]]
 
-    async def step(self, reply: Message) -> StepResult:
-        result = await super().step(reply)  # a step has results, or the score
+    async def step(self, reply: Message, step_id: str = "", recorded: StepResult | None = None) -> StepResult:
+        result = await super().step(reply, step_id, recorded)  # a step has results, or the score
         self._results += [message["content"] for message in result.messages]
         return result
 

@@ -32,8 +32,8 @@ class Session:
 
     Args:
         key: names the episode, also after a kill: the ids of its steps are digests of it and of the replies.
-        recorded: returns the answer to a call by its number, and the state of the environment after it; None: the
-            journal does not have both.
+        recorded: returns what the journal has as the answer to a call, by its number, and as the state of the
+            environment after it; None: no answer.
     """
 
     most_attempts = MAX_ATTEMPTS
@@ -80,11 +80,12 @@ class Session:
         """
         is_alone = False
         while not self.ended and self._answered <= len(self.replies):
-            if self._is_stored and (recorded := self._recorded(self._answered)) is not None:
-                self._accept(*recorded)
+            answer, state = self._recorded(self._answered) or (None, None)
+            if answer is not None and (answer.done or self._is_stored and state is not None):
+                self._accept(answer, state)  # after the last answer, the environment is not needed
                 self._answered += 1
                 continue
-            method, given = self._next_call()
+            method, given = self._next_call(answer)
             call = self._call(method, given, is_alone)
             try:
                 value = await calls.ask(call)
@@ -105,13 +106,15 @@ class Session:
                 if method != "load":
                     self._take(value)
 
-    def _next_call(self) -> tuple[str, list[Any]]:
+    def _next_call(self, recorded: StepResult | None) -> tuple[str, list[Any]]:
         """Return the next call of the present environment. A new one loads what the one before has saved."""
         if self._is_stored and self.state is not None:
             return "load", [self.state]
         if not self._answered:
             return "reset", [self.row, self.seed, self._step_id(0)]
-        return "step", [self.replies[self._answered - 1], self._step_id(self._answered)]
+        known = self.steps[self._answered] if self._answered < len(self.steps) else recorded
+        given = None if known is None else vars(known)
+        return "step", [self.replies[self._answered - 1], self._step_id(self._answered), given]
 
     def _lose(self) -> None:
         """A new environment must take the place of the present one."""

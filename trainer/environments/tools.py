@@ -54,6 +54,10 @@ class ToolEnvironment:
     """The system message, with `{tools}` in place of the schemas of the tools. Empty: none, for a policy that knows the
     tools already."""
 
+    recorded_tools: Sequence[str] = ()
+    """Names of tools that change nothing in the environment. After a kill, and if the process of an episode has died,
+    the answers that they gave before are used, and no call is made: a call may cost money or time."""
+
     call_id = ""
     """Names the call under way, the same after a kill: a service can refuse what it has done already."""
 
@@ -74,7 +78,7 @@ class ToolEnvironment:
             return messages
         return with_tools(messages, [tool_schema(tool) for tool in self.tools], self.instructions)
 
-    async def step(self, reply: Message, step_id: str = "") -> StepResult:
+    async def step(self, reply: Message, step_id: str = "", recorded: StepResult | None = None) -> StepResult:
         """Answer each call with a message of the role `tool`. A wrong call is answered with the error."""
         read = [call["function"] for call in reply.get("tool_calls") or []]  # by a renderer
         calls = [*map(json.dumps, read), *CALL.findall(reply["content"])]
@@ -90,14 +94,15 @@ class ToolEnvironment:
         answers = []
         for number, call in enumerate(calls[:MAX_TOOL_CALLS]):
             self.call_id = f"{step_id}-{number}"
-            answers.append(await self._call(call, count))
+            known = recorded.messages[number : number + 1] if recorded is not None else ()
+            answers.append(await self._call(call, count, *(message["content"] for message in known)))
         if len(calls) > MAX_TOOL_CALLS:
             answers.append(f"Error: {len(calls)} calls; only the first {MAX_TOOL_CALLS} of a reply are made")
             count["tool_errors"] += len(calls) - MAX_TOOL_CALLS
         messages: list[Message] = [{"role": "tool", "content": answer} for answer in answers]
         for message, call in zip(messages, reply.get("tool_calls") or [], strict=False):
             message.update(tool_call_id=call["id"], name=call["function"]["name"])
-        return StepResult(messages, metrics=count)
+        return StepResult(messages, metrics=count if recorded is None else recorded.metrics)
 
     async def close(self) -> None:
         pass
@@ -116,14 +121,16 @@ class ToolEnvironment:
             raise KeyError(f"there is no tool {name}")
         return tool
 
-    async def _call(self, text: str, count: dict[str, int]) -> str:
-        """Return the answer to a call, and count it: by its tool, and as an error if it is one."""
+    async def _call(self, text: str, count: dict[str, int], known: str | None = None) -> str:
+        """Return the answer to a call (`known`: what it was before); count it: by its tool, and as an error if so."""
         try:
             call = json.loads(text, parse_float=_finite, parse_constant=_finite)
             tool = self._tool(call["name"])
             count[f"tool_calls/{tool.__name__}"] += 1
             arguments = call.get("arguments", {})
             _check(tool, arguments)
+            if known is not None and tool.__name__ in self.recorded_tools:
+                return known
             value = tool(**arguments)
             if inspect.isawaitable(value):
                 value = await value

@@ -19,8 +19,9 @@ from trainer.environments.base import (
     Endpoint,
     StepResult,
     find_environment,
+    more_of,
     players_of,
-    takes_step_id,
+    problem_of_state,
 )
 from trainer.errors import one_line
 from trainer.files.documents import nests_deeply
@@ -82,11 +83,11 @@ class _NotMadeError(Exception):
 class EnvironmentHandler(Handler):
     """Makes the calls `[number, method, *arguments]` of environments and agents. Each episode has a number.
 
-    The methods of an environment are `reset` (with row and seed) and `step` (with a message), both with an id at the
-    end, `load` (with what `save` has returned) and `close`. The first two return the fields of a `StepResult`, and what
-    the environment has saved. The method of an agent is `run` (with row, seed and the fields of an
-    `Endpoint`), which returns the fields of an `AgentResult`. Methods that are not `async` run in a thread: several at
-    a time for agents, and for environments whose class is `thread_safe`.
+    The methods of an environment are `reset` (with row, seed and an id), `step` (with a message, an id, and the fields
+    of the `StepResult` that is known), `load` (with what `save` has returned) and `close`. The first two return the
+    fields of a `StepResult`, and what the environment has saved. The method of an agent is `run` (with row, seed and
+    the fields of an `Endpoint`), which returns the fields of an `AgentResult`. Methods that are not `async` run in a
+    thread: several at a time for agents, and for environments whose class is `thread_safe`.
     """
 
     def __init__(self, name: str, options: dict[str, Any], timeout_s: float, most_characters: int):
@@ -145,8 +146,12 @@ class EnvironmentHandler(Handler):
             await self._run(function, base64.b64decode(arguments[0]))
             return {}
         count = len(METHODS[method])
-        with_id = partial(function, step_id=arguments[count]) if takes_step_id(function) else function
-        value = await self._run(with_id, *arguments[:count])
+        given = dict(zip(("step_id", "recorded"), arguments[count:], strict=False))
+        if known := given.get("recorded"):
+            is_cut = sum(len(message["content"]) for message in known["messages"]) > self._most_characters
+            given["recorded"] = None if is_cut else StepResult(**known)
+        more = {name: given[name] for name in more_of(method, function)}
+        value = await self._run(partial(function, **more) if more else function, *arguments[:count])
         with checks_value(function):
             if method == "reset" and not (self._players and hasattr(value, "messages")):
                 value = StepResult(_messages(value), player=self._players[0] if self._players else "")
@@ -156,7 +161,7 @@ class EnvironmentHandler(Handler):
                 raise ValueError("the episode is done before the policy has replied")
         _cut(result["messages"], self._most_characters)
         result["state"] = None
-        if hasattr(environment, "save") and not result["done"]:
+        if callable(getattr(environment, "save", None)) and not result["done"]:
             state = await self._run(environment.save)
             with checks_value(environment.save):
                 if not isinstance(state, bytes) or len(state) > MAX_STATE:
@@ -173,9 +178,12 @@ class EnvironmentHandler(Handler):
 
     def _make(self) -> Any:
         try:
-            return self._kind(**self._options)
+            made = self._kind(**self._options)
+            if not self._is_agent and (problem := problem_of_state(made)):  # of what a function has made
+                raise TypeError(problem)
         except BaseException as error:  # whatever user code raises
             raise _NotMadeError from error
+        return made
 
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)

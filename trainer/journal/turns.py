@@ -12,7 +12,7 @@ import numpy as np
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TurnRecord:
     """A reply of the policy, or an answer of the environment to it."""
 
@@ -35,9 +35,10 @@ class TurnRecord:
 def encode_turns(records: Sequence[TurnRecord], about: Mapping[str, str]) -> bytes:
     """Return a file of turns: a line of JSON, then all tokens, then all log-probs."""
     rows = [[one.key, one.name, one.about, len(one.token_ids)] for one in records]
-    tokens = np.concatenate([one.token_ids for one in records], dtype=np.int32, casting="unsafe")
-    logprobs = np.concatenate([one.logprobs for one in records], dtype=np.float32, casting="unsafe")
-    return json.dumps([dict(about), rows]).encode() + b"\n" + tokens.tobytes() + logprobs.tobytes()
+    replies = [one for one in records if len(one.token_ids)]
+    tokens = [np.asarray(one.token_ids, np.int32) for one in replies]
+    logprobs = [np.asarray(one.logprobs, np.float32) for one in replies]
+    return b"".join([json.dumps([dict(about), rows]).encode(), b"\n", *tokens, *logprobs])
 
 
 def decode_turns(data: bytes) -> list[TurnRecord]:

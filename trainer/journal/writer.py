@@ -72,15 +72,17 @@ class Writer:
             if self._is_stopped or self._is_closed:
                 return
             # Steps may alternate: the next one is sampled while the one before it is evaluated.
-            batch = next((one for one in self._queue if (one.step, one.about) == (step, about)), None)
-            if batch is None:
+            for batch in self._queue:
+                if batch.step == step and batch.about == about:
+                    break
+            else:
                 self._begun.setdefault(step, time.monotonic())
                 self._queue.append(batch := _Batch(step, about))
                 self._added += 1
                 self._begin()
-            batch.groups.update(groups)
+            batch.groups |= groups
             batch.turns += turns
-            self._has_turns = self._has_turns or bool(turns)
+            self._has_turns |= bool(turns)
 
     def flush(self) -> None:
         """Let the thread write without waiting for more groups."""

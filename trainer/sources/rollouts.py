@@ -29,7 +29,7 @@ from trainer.process.signals import CONTINUES
 from trainer.rewards.scorer import Scoring
 from trainer.rewards.terms import RewardInput
 from trainer.sources.routes import Route
-from trainer.sources.turns import EpisodeTurns
+from trainer.sources.turns import EpisodeTurns, reply_name
 
 LOG = logging.getLogger(__name__)
 
@@ -212,9 +212,10 @@ class _Together:
         return asks
 
     async def complete(self, asks: _Asks, request: Request, turn: str) -> Completion:
+        name = reply_name(turn, request)
         self._count("rollout", 1)
         try:
-            recorded = await asks.turns.find(turn, request)
+            recorded = await asks.turns.find(name)
             if self.engines.unit == "request":
                 completion = recorded or await self.engines.complete(request)
             else:
@@ -225,7 +226,7 @@ class _Together:
         finally:
             self._count("rollout", -1)
         if recorded is None:
-            asks.turns.add_reply(turn, request, completion, self.engines.unit == "batch" and self.engines.repeats)
+            asks.turns.add_reply(name, completion, self.engines.unit == "batch" and self.engines.repeats)
         return completion
 
     def finish(self, asks: _Asks) -> None:

@@ -47,9 +47,8 @@ class EpisodeTurns:
         self.diverged = ""
         """Names the first turn in which the episode took another course than before the kill."""
 
-    async def find(self, turn: str, request: Request) -> Completion | None:
-        """Return the reply that was recorded for a request; None: it must be sampled."""
-        name = _name_of(turn, request)
+    async def find(self, name: str) -> Completion | None:
+        """Return the reply that was recorded for a request (see `reply_name`); None: it must be sampled."""
         if name in self._completions:
             return self._completions[name]
         for record in reversed(self._found.pop(name, [])):
@@ -64,15 +63,14 @@ class EpisodeTurns:
                 return self._completions[name]
         return None
 
-    def add_reply(self, turn: str, request: Request, completion: Completion, is_company: bool = False) -> None:
+    def add_reply(self, name: str, completion: Completion, is_company: bool = False) -> None:
         """Record a reply that was sampled now (`is_company`: see `TurnRecord`)."""
-        name = _name_of(turn, request)
         self._completions[name] = completion
         self.sampled += 1
-        for answer in [one for one in self._found if one.startswith(_ANSWER)]:
-            del self._found[answer]  # they may answer another reply
+        if self._found:  # the answers may be to another reply
+            self._found = {one: of for one, of in self._found.items() if not one.startswith(_ANSWER)}
         if self._found:
-            self.diverged = self.diverged or turn
+            self.diverged = self.diverged or name.rsplit(" ", 2)[0]
         about = {
             "finish": completion.finish_reason,
             "versions": completion.weight_versions,
@@ -81,12 +79,9 @@ class EpisodeTurns:
         self._add(TurnRecord(self.key, name, about, completion.token_ids, completion.logprobs, is_company=is_company))
 
     def recorded_answer(self, number: int) -> tuple[StepResult, str | None] | None:
-        """Return an answer of the environment and its state after it; None: a new environment must answer.
-
-        The last answer of an episode needs no state.
-        """
+        """Return what the journal has as an answer of the environment, and as its state after it; None: no answer."""
         record = self._found.get(f"{_ANSWER}{number}", [None])[-1]
-        if record is None or record.about["state"] is None and not record.about["done"]:
+        if record is None:
             return None
         fields = {name: value for name, value in record.about.items() if name != "state"}
         return StepResult(**fields), record.about["state"]
@@ -98,14 +93,15 @@ class EpisodeTurns:
             number: of the call that it answers: 0 for the first messages, then that of the reply, from 1 on.
             state: what the environment has saved after it.
         """
-        name, fields = f"{_ANSWER}{number}", vars(answer)
+        name, fields = f"{_ANSWER}{number}", {"state": state}
+        fields |= {key: value for key, value in vars(answer).items() if value != _USUAL[key]}
         recorded = self._found.pop(name, [None])[-1]
         if recorded is not None:
             if {**recorded.about, "state": None} == {**json.loads(json.dumps(fields)), "state": None}:
                 return
             self.diverged = self.diverged or str(number)
             self._drop()
-        self._add(TurnRecord(self.key, name, {**fields, "state": state}))
+        self._add(TurnRecord(self.key, name, fields))
 
     def end(self) -> None:
         """Drop the recorded replies that nobody has asked for."""
@@ -120,8 +116,11 @@ class EpisodeTurns:
 
 
 _ANSWER = "answer "
+_USUAL = vars(StepResult())
+"""What an answer is where its record does not say it."""
 
 
-def _name_of(turn: str, request: Request) -> str:
+def reply_name(turn: str, request: Request) -> str:
+    """Return the name of the reply to a request within its episode: that of the turn, and what else decides it."""
     prompt: Any = request.prompt_token_ids.data
     return f"{turn} {xxhash.xxh3_128_hexdigest(prompt)} {request.sampling.max_tokens}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,21 +17,31 @@ from trainer.models.tiny import TinyShape, build_tiny
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 EPISODES, TURNS = 3 * 2, 40
+STOPS = range(20, 150)
+ENGINES = [
+    ("rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null"),
+    pytest.param(("rollout=vllm", "rollout.max_response_tokens=24"), marks=pytest.mark.release),
+]
 SOURCES = {"plain": "environments:Effects", "saved": "environments:SavedEffects", "agents": "agents:Effects"}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
+    """A model without training, of which half of the tokens end a reply."""
     path = tmp_path_factory.mktemp("model")
-    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
                      max_position_embeddings=4096)  # fmt: skip
     build_tiny(size, str(path))
+    config = json.loads((path / "generation_config.json").read_text())
+    config["eos_token_id"] = [config["eos_token_id"], *STOPS]
+    (path / "generation_config.json").write_text(json.dumps(config))
     return str(path)
 
 
 class Job:
     """A job whose episodes have effects on a service that outlives it, a directory."""
 
-    def __init__(self, root: Path, name: str, model: str, *more: str):
+    def __init__(self, root: Path, name: str, model: str, engine: Sequence[str], *more: str):
         self.run_dir, self.log, self.service = root / name, root / f"{name}.log", root / f"{name} service"
         self.service.mkdir()
         sources = [
@@ -44,8 +55,7 @@ class Job:
             )
         ]
         self.words = (
-            f"trainer.run_dir={self.run_dir}", f"model.path={model}", "algorithm=grpo",
-            "rollout.engine=tests.support.token_engine:JOINING", "rollout.max_logprob_diff=null",
+            *engine, f"trainer.run_dir={self.run_dir}", f"model.path={model}", "algorithm=grpo",
             "rollout.max_prompt_tokens=64", "environment.max_tokens=2048", f"environment.max_turns={TURNS}",
             "environment.name=tests.support.environments:Hashed", "data.train_size=-1", "trainer.val_interval=-1",
             "trainer.train_batch_size=3", "trainer.mini_batch_size=3", "trainer.total_steps=2",
@@ -73,9 +83,11 @@ class Job:
         hold.unlink()
 
 
-def test_a_kill_in_turn_37_of_40_costs_one_reply_of_each_episode(model, tmp_path):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ENGINES, ids=["tokens", "vllm"])
+def test_a_kill_in_turn_37_of_40_costs_one_reply_of_each_episode(engine, model, tmp_path):
     """Environments that are made again, that load what they have saved, and agents."""
-    whole, killed = Job(tmp_path, "whole", model), Job(tmp_path, "killed", model)
+    whole, killed = (Job(tmp_path, name, model, engine) for name in ("whole", "killed"))
     whole.run()
     trial = whole.count("done") - 2 * EPISODES * TURNS  # environments are tried before the start
     assert 0 <= trial <= len(SOURCES)
@@ -99,7 +111,7 @@ def test_a_kill_in_turn_37_of_40_costs_one_reply_of_each_episode(model, tmp_path
 def test_in_flight_no_recorded_reply_is_sampled_again_and_no_prompt_is_lost(model, tmp_path):
     """Killed after a step, with episodes of several versions in turn 37. The run comes to these versions again."""
     steps = 3
-    job = Job(tmp_path, "job", model, "rollout.in_flight_updates=true", "rollout.max_staleness=1",
+    job = Job(tmp_path, "job", model, ENGINES[0], "rollout.in_flight_updates=true", "rollout.max_staleness=1",
               f"trainer.total_steps={steps}", "trainer.ckpt_interval=1000", "logger.save_rollouts=true",
               *(f"+data.mix.{source}.environment.kwargs.is_slow=true" for source in SOURCES))  # fmt: skip
     job.kill_in_turn_37(EPISODES, (job.run_dir / "rollouts/step_1.arrow").exists)

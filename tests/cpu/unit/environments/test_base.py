@@ -8,8 +8,9 @@ import inspect
 import pytest
 
 from tests.support.retry import RetryEnv
-from trainer.environments.base import Environment, StepResult
+from trainer.environments.base import Environment, StepResult, find_environment, problem_of_state
 from trainer.environments.tools import ToolEnvironment
+from trainer.errors import UserError
 
 METHODS = [name for name, _ in inspect.getmembers(Environment, inspect.isfunction) if not name.startswith("_")]
 
@@ -19,8 +20,35 @@ def test_our_environments_have_the_methods_of_the_protocol_with_its_parameters(k
     assert METHODS == ["close", "reset", "step"]
     for method in METHODS:
         expected = inspect.signature(getattr(Environment, method)).parameters
-        takes = [name for name in inspect.signature(getattr(kind, method)).parameters if name != "step_id"]
-        assert takes == list(expected), method
+        takes = [*inspect.signature(getattr(kind, method)).parameters]
+        assert [name for name in takes if name not in ("step_id", "recorded")] == list(expected), method
+
+
+class SavesToFiles(RetryEnv):
+    def save(self, path: str = "game.json") -> None: ...
+
+    def load(self, path: str) -> None: ...
+
+
+class LoadsRows(RetryEnv):
+    def load(self, state: bytes) -> None: ...
+
+
+class HasAFlag(RetryEnv):
+    save = True
+
+
+def test_methods_called_save_and_load_for_another_purpose_are_refused_at_the_start():
+    wanted = r"an environment that saves its state has save\(self\) -> bytes and load\(self, state: bytes\)"
+    for name, problem in (
+        ("SavesToFiles", rf"has a method save\(self, path: 'str' = 'game.json'\) -> 'None', but {wanted}.*rename it"),
+        ("LoadsRows", "save or load its state alone; write `save`, too"),
+    ):
+        with pytest.raises(UserError, match=rf"environment.name=\S+{name}: the class .*{problem}"):
+            find_environment(f"{__name__}:{name}")
+    assert "has a method save(path: " in (problem_of_state(SavesToFiles()) or ""), "one that a function has made"
+    for name in (f"{__name__}:HasAFlag", "tests.support.environments:SavedEffects"):
+        assert problem_of_state(find_environment(name)) is None
 
 
 def test_a_step_earns_nothing_and_goes_on_unless_it_says_otherwise():

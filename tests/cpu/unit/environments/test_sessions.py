@@ -116,6 +116,47 @@ def test_an_environment_that_saves_itself_is_loaded_and_makes_no_step_again(tmp_
         step_all(pool, [first, second])
 
 
+def test_a_tool_that_costs_is_not_called_again_for_a_recorded_answer(tmp_path):
+    """Whether its environment is lost alone, or with the run. Another tool is, and the last answer needs none."""
+    with pool_of("Paid", kwargs={"service": str(tmp_path)}) as pool:
+
+        def answer(session: Session, text: str) -> None:
+            session.replies.append({"role": "assistant", "content": text})
+            step_all(pool, [session])
+
+        def count(kind: str) -> int:
+            return len([*tmp_path.glob(f"{kind} *")])
+
+        calls = [
+            f'<tool_call>{{"name": "{tool}", "arguments": {{"text": "a"}}}}</tool_call>' for tool in ("buy", "note")
+        ]
+        replies = ["".join(calls), calls[0], calls[0], "done"]
+        first, recorded = Session({"prompt": "x"}, 0, "key"), {}
+        step_all(pool, [first])
+        for turn, text in enumerate(replies):
+            recorded[turn] = first.steps[-1], None
+            answer(first, text)
+            if turn == 1:
+                first._lose()
+        assert (count("buy"), count("note")) == (3, 2), "for the lost environment it was called again"
+        assert first.steps[-1].reward == 5 and first.steps[-1].done and not first.failure
+        recorded[4] = first.steps[-1], None
+        second = Session({"prompt": "x"}, 0, "key", recorded.get)
+        step_all(pool, [second])
+        for text in replies:
+            answer(second, text)
+        assert second.steps == first.steps and second.failure == ""
+        assert (count("buy"), count("note"), count("score")) == (3, 3, 1)
+        other = Session({"prompt": "x"}, 0, "key", {one: recorded[one] for one in (0, 1)}.get)
+        step_all(pool, [other])
+        for text in replies[:2]:
+            answer(other, text)
+        assert (count("buy"), other.steps[2]) == (4, first.steps[2])
+        for session in (first, second, other):
+            session.ended = True
+        step_all(pool, [first, second, other])
+
+
 def test_environments_are_spread_over_the_processes(pool):
     sessions = [Session({}, seed=i) for i in range(6)]
     step_all(pool, sessions)

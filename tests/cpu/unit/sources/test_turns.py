@@ -15,7 +15,7 @@ from tests.support.replies import journal_in
 from trainer.environments import StepResult
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.journal.journal import Journal
-from trainer.sources.turns import EpisodeTurns
+from trainer.sources.turns import EpisodeTurns, reply_name
 
 SAID = [
     Completion([5, 6, 2], [-0.1, -1e-9, -3.0], "stop", (3, 4), ((3, 1), (4, 2))),
@@ -28,13 +28,17 @@ def request(turn: int) -> Request:
     return Request([1, 2, turn], 9, Sampling(1.0, 1.0, -1, 8, (2,)))
 
 
+def name(turn: int) -> str:
+    return reply_name(str(turn), request(turn))
+
+
 def turns_in(journal: Journal) -> EpisodeTurns:
     found = journal.replay.take_turns(1, "key")
     return EpisodeTurns("key", found, lambda turn: journal.add(1, {}, "start", None, [turn]))
 
 
 def found(turns: EpisodeTurns, turn: int) -> Completion | None:
-    return asyncio.run(turns.find(str(turn), request(turn)))
+    return asyncio.run(turns.find(name(turn)))
 
 
 def recorded(root: Path, state: str | None = None) -> EpisodeTurns:
@@ -44,7 +48,7 @@ def recorded(root: Path, state: str | None = None) -> EpisodeTurns:
     for number, (said, answer) in enumerate(zip(SAID, ANSWERS, strict=True)):
         turns.add_answer(number, answer, state)
         assert found(turns, number) is None
-        turns.add_reply(str(number), request(number), said)
+        turns.add_reply(name(number), said)
         assert found(turns, number) is said, "another attempt of the episode gets it"
     turns.add_answer(2, StepResult([], done=True), None)
     journal.close()
@@ -61,20 +65,20 @@ def bits(completion: Completion | None) -> Any:
 def test_recorded_replies_come_back_as_they_were_for_the_same_prompts(tmp_path):
     turns = recorded(tmp_path)
     for number, said in enumerate(SAID):
-        assert turns.recorded_answer(number) is None, "a new environment answers"
+        assert turns.recorded_answer(number) == (ANSWERS[number], None)
         turns.add_answer(number, ANSWERS[number], None)
         assert bits(found(turns, number)) == bits(said)
-    assert turns.recorded_answer(2) == (StepResult([], done=True), None), "no state is needed after it"
+    assert turns.recorded_answer(2) == (StepResult([], done=True), None)
     turns.end()
     assert (turns.recorded, turns.sampled, turns.dropped) == (2, 0, 0)
     other = turns_in(journal_in(tmp_path))
-    assert asyncio.run(other.find("0", request(1))) is None, "another prompt"
+    assert asyncio.run(other.find(reply_name("0", request(1)))) is None, "another prompt"
 
 
 def test_turns_are_written_once_if_their_episode_ends_meanwhile(tmp_path):
     journal, turns = journal_in(tmp_path), []
     for key in ("ended", "running"):
-        EpisodeTurns(key, add=turns.append).add_reply("0", request(0), SAID[0])
+        EpisodeTurns(key, add=turns.append).add_reply(name(0), SAID[0])
     journal.add(1, {"ended": group("ended")}, "start", None, turns)
     journal.close()
     replay = journal_in(tmp_path).replay
@@ -93,7 +97,7 @@ def test_replies_behind_another_answer_are_dropped(tmp_path):
 def test_a_reply_that_was_sampled_again_makes_the_recorded_answers_to_it_void(tmp_path):
     turns = recorded(tmp_path, state="eA==")
     assert turns.recorded_answer(1) == (ANSWERS[1], "eA==")
-    turns.add_reply("0", Request([1], 9, request(0).sampling), SAID[1])
+    turns.add_reply(reply_name("0", Request([1], 9, request(0).sampling)), SAID[1])
     assert turns.recorded_answer(1) is None
     turns.end()
     assert (turns.dropped, turns.diverged) == (2, "0")
@@ -117,9 +121,9 @@ def test_a_full_disk_ends_the_records_of_turns_and_not_the_run(tmp_path, monkeyp
 
     monkeypatch.setattr(journal._files, "write", write)
     turns = turns_in(journal)
-    turns.add_reply("5", request(5), Completion(np.arange(3), np.zeros(3), "stop", 1))
+    turns.add_reply(name(5), Completion(np.arange(3), np.zeros(3), "stop", 1))
     journal.wait()
-    turns.add_reply("6", request(6), SAID[0])
+    turns.add_reply(name(6), SAID[0])
     journal.close()
     assert "rollouts are not recorded any more" in caplog.text and caplog.text.count("WARNING") == 1
     assert not [*(tmp_path / "run/.journal").glob("*.turns")], "checkpoints need the room more"
