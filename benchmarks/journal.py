@@ -5,10 +5,11 @@ other does not. The workloads are the demo, and a model with random weights whos
 In the workload `turns`, an environment answers 40 replies of each episode. There the other step writes finished
 episodes alone, and the engine has no model, because the driver alone is measured.
 
-Prints for a step the seconds that the driver waited for the journal (`time/journal`), the CPU seconds of the journal's
-threads, and what steps with it took longer than those without: in CPU seconds of the driver, in which those of the
-journal's threads are contained, also as a share of all CPU seconds of the driver, and on the clock. Medians,
-and their standard errors; a busy machine shows in the last column, but hardly in the others.
+Prints for a step the seconds that the driver waited for the journal (`time/journal`); the CPU seconds of the journal's
+threads, also as a share of the driver's; and what steps with it took longer than those without: in CPU seconds of the
+driver, in which those of the journal's threads are contained, also as a share of the driver's, and on the clock. In
+`turns`, the calls that record turns are added to the journal's threads, and what these take in the other step is
+subtracted. Medians, and their standard errors; a busy machine shows in the last three columns, hardly in the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median, quantiles
@@ -37,9 +38,10 @@ from trainer.episodes import Episode
 from trainer.generation.engine import Completion
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.sources import rollouts
 from trainer.sources.rollouts import GroupRecord
 from trainer.sources.sampling import SamplingSource
-from trainer.sources.turns import EpisodeTurns
+from trainer.sources.turns import EpisodeTurns, reply_name
 from trainer.tasks import Task, rl
 
 CPU_FILE = "cpu.jsonl"
@@ -58,7 +60,7 @@ WORKLOADS = {
         "trainer.task=benchmarks.journal:TURNS_OR_EPISODES", "trainer.ray_address=processes", "trainer.device=cpu",
         "trainer.train_batch_size=4", "trainer.mini_batch_size=4", "rollout.n=2", "rollout.max_response_tokens=64",
         "rollout.engine=benchmarks.journal:ENGINE", "rollout.max_logprob_diff=null", "rollout.max_prompt_tokens=128",
-        "environment.name=benchmarks.journal:Answers", f"environment.max_turns={TURNS}", "environment.max_tokens=6144",
+        "environment.name=benchmarks.journal:Answers", f"environment.max_turns={TURNS}", "environment.max_tokens=4096",
         "trainer.policy.optimizer.lr=0",
     ],
 }  # fmt: skip
@@ -73,7 +75,7 @@ class Answers:
 
     async def step(self, reply: Message) -> StepResult:
         self._left -= 1
-        text = f"{self._left} replies are left. The last one had {len(reply['content'])} characters."
+        text = f"{self._left} left, {len(reply['content'])} characters."
         return StepResult([{"role": "user", "content": text}], 1.0, done=self._left == 0)
 
     def close(self) -> None:
@@ -100,7 +102,11 @@ class Alternating(SamplingSource):
     def next(self, step: int) -> list[Episode]:
         names = ("journal",)
         clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and t.name in names]
-        passed = {"step": step, "driver": time.process_time(), "journal": sum(map(time.clock_gettime, clocks))}
+        passed = {
+            "step": step,
+            "driver": time.process_time(),
+            "journal": IN_CALLS[0] + sum(map(time.clock_gettime, clocks)),
+        }
         with open(os.path.join(self.cfg.trainer.run_dir, CPU_FILE), "a") as file:
             print(json.dumps(passed), file=file)
         self._switch(writes(step))
@@ -114,10 +120,34 @@ class AlternatingTurns(Alternating):
     """Writes all finished episodes, and the turns of running ones in one step of two."""
 
     def _switch(self, is_on: bool) -> None:
-        GroupRecord.turns = _record_turns if is_on else lambda record, index: Unrecorded()  # type: ignore[assignment]
+        GroupRecord.turns = _timed_turns if is_on else lambda record, index: Unrecorded()  # type: ignore[assignment]
+        rollouts.reply_name = _timed(reply_name) if is_on else lambda turn, request: turn
 
 
 _record_turns = GroupRecord.turns
+
+
+def _timed_turns(record: GroupRecord, index: int) -> EpisodeTurns:
+    """Return the turns of an episode, whose calls add to the CPU time of the journal's threads."""
+    turns = _record_turns(record, index)
+    for name in ("add_reply", "add_answer", "recorded_answer"):
+        setattr(turns, name, _timed(getattr(turns, name)))
+    return turns
+
+
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            IN_CALLS[0] += time.thread_time() - began
+
+    return call
+
+
+IN_CALLS = [0.0]
+"""CPU seconds of the calls that record turns, on the thread of the episodes."""
 
 
 class Unrecorded(EpisodeTurns):
@@ -181,7 +211,9 @@ def report(name: str, place: str, steps: list[dict[str, float]]) -> None:
         error = 1.253 * (high - low) / 1.349 / math.sqrt(len(values))
         return f"{median(values) / whole:7.2%} ± {error / whole:.2%}"
 
-    columns = [shown([written[key] for written, _ in ordered]) for key in ("waited", "journal")]
+    columns = [shown([written["waited"] for written, _ in ordered])]
+    own = [written["journal"] - (plain["journal"] if name == "turns" else 0.0) for written, plain in ordered]
+    columns += [shown(own), shown(own, driver)]
     more = {key: [written[key] - plain[key] for written, plain in ordered] for key in ("driver", "seconds")}
     columns += [shown(more["driver"]), shown(more["driver"], driver), shown(more["seconds"])]
     print(f"| {name} | {place} | {len(ordered)} | {whole:.2f} s | {' | '.join(columns)} |", flush=True)
@@ -195,8 +227,10 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", default=[tempfile.gettempdir(), "/dev/shm"], help=places)
     parser.add_argument("overrides", nargs="*", help="further settings, such as rollout=transformers")
     args = parser.parse_args()
-    print("| workload | place | pairs | a step | waited | CPU of its threads | CPU of the driver | of its CPU | time |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| workload | place | pairs | a step | waited | its CPU | of the driver's | driver's CPU | of its own | time |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name in args.workloads:
         for place in args.places:
             with tempfile.TemporaryDirectory(dir=place) as root:

@@ -1,4 +1,4 @@
-"""What a kill costs, with and without the journal: `python -m benchmarks.recovery [--kills N]`.
+"""What a kill costs, with and without the journal: `python -m benchmarks.recovery [--kills N] [--trajectories]`.
 
 Trains jobs whose rollouts take one, three and nine times the update, each from one checkpoint for as many steps as lie
 between two checkpoints. At random moments, one in each of N equal parts of that time, it stops all processes of the job
@@ -12,6 +12,12 @@ finish one after another, as in an engine that is full.
 
 With the journal, n steps behind the checkpoint cost n updates, and the rollouts that the step under way lacked. So the
 ratio is at most 1 + (rollouts / update), and it is smaller the fewer steps a kill costs.
+
+With `--trajectories`, it measures another thing: for how many seconds an engine had sampled what it must sample again
+after the kill, over all episodes. The engine has no model, and takes the same time for each token. The kill comes in
+the third step after the checkpoint. Episodes have a single turn, 8 turns with an environment, or 8 calls of an agent.
+A trainer that keeps no rollouts, as TRL, loses all that was sampled since the checkpoint. That column is computed from
+our run before the kill.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -26,19 +33,90 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import psutil
 
+from tests.support.agents import chat
+from tests.support.token_engine import StoppingEngine
+from trainer.config.engines import EngineSpec
+from trainer.environments import Endpoint, Message, StepResult
+from trainer.generation.engine import Completion, Request
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
 COMMITTED = 2  # the step of the checkpoint before the kill
 GROUPS, LANES = 16, 2  # a step's groups; those that are rewarded at the same time
 SECONDS, MARK = "BENCHMARK_REWARD_SECONDS", "BENCHMARK_REWARD_MARK"
 AIMS = {1: 1.8, 3: 3.0, 9: 6.0}
+
+
+TURNS = 8
+ENGINE_LOG = "BENCHMARK_ENGINE_LOG"
+
+
+class Timed(StoppingEngine):
+    """Takes 10 ms a token. Leaves a line in a file when a reply begins, and when it has ended."""
+
+    token_s = 0.01
+
+    def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
+        if not hasattr(self, "_seeds"):
+            self._seeds: dict[int, int] = {}
+        new = {number: request.seed for number, request in requests.items()}
+        self._seeds |= new
+        self._note("begin", new.values())
+        done = super().step(requests)
+        self._note("end", (self._seeds.pop(number) for number in done))
+        return done
+
+    def _note(self, event: str, seeds: Iterable[int]) -> None:
+        with open(os.environ[ENGINE_LOG], "a") as file:
+            file.writelines(f"{event} {seed} {time.time()}\n" for seed in seeds)
+
+
+ENGINE = EngineSpec(path=f"{__name__}:Timed", unit="request")
+
+
+class Answers:
+    """Answers each reply with its length; done after 8 replies."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
+        self._left = TURNS
+        return [{"role": "user", "content": row["prompt"]}]
+
+    async def step(self, reply: Message) -> StepResult:
+        self._left -= 1
+        answer = {"role": "user", "content": str(len(reply["content"]))}
+        return StepResult([answer], float(len(reply["content"]) % 2), done=self._left == 0)
+
+    def close(self) -> None:
+        pass
+
+
+class Agent:
+    """Asks 8 times."""
+
+    def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> float:
+        messages = [{"role": "user", "content": row["prompt"]}]
+        for _ in range(TURNS):
+            messages.append(chat(endpoint, messages)["choices"][0]["message"])
+            messages.append({"role": "user", "content": str(len(messages[-1]["content"]))})
+        return float(len(messages[-2]["content"]) % 2)
+
+
+_TURNS = ["rollout.max_response_tokens=32", "environment.max_tokens=512"]
+TRAJECTORIES = {
+    "a single turn": ["rollout.max_response_tokens=256", "reward.name=benchmarks.recovery:length"],
+    "8 turns": [*_TURNS, "environment.name=benchmarks.recovery:Answers", f"environment.max_turns={TURNS}"],
+    "agents, 8 calls": [*_TURNS, "environment.name=benchmarks.recovery:Agent", f"environment.max_turns={TURNS}"],
+}
+
+
+def length(completion: str) -> float:
+    return float(len(completion) % 2)
 
 
 async def waits(completions: list[str]) -> list[float]:
@@ -186,6 +264,89 @@ def continued(run_dir: str, image: Image, seconds: float, journal: bool) -> tupl
     return took, total - took
 
 
+def trajectory_command(run_dir: str, words: list[str]) -> list[str]:
+    """Return the command of a job of `TRAJECTORIES`."""
+    return [
+        sys.executable, "-m", "trainer", "train", "rollout=transformers", "rollout.engine=benchmarks.recovery:ENGINE",
+        "rollout.max_logprob_diff=null", "trainer.ray_address=processes", "trainer.train_batch_size=8",
+        "trainer.mini_batch_size=8", "rollout.n=4", "trainer.total_steps=3", f"trainer.run_dir={run_dir}",
+        "trainer.resume_mode=latest", "trainer.val_interval=-1", "trainer.ckpt_interval=1000", "logger.plot=false",
+        "algorithm=grpo", *words,
+    ]  # fmt: skip
+
+
+def lose_trajectories(root: str, words: list[str], part: float) -> tuple[float, float]:
+    """Kill a job in its third step, and continue it.
+
+    Args:
+        part: of the replies of the step, how many have begun when the kill comes.
+
+    Returns:
+        The seconds for which the engine had sampled before the kill, and those of replies that it sampled again.
+    """
+    run_dir, log = os.path.join(root, "run"), os.path.join(root, "engine")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", ENGINE_LOG: log}
+    command = trajectory_command(run_dir, words)
+    most = 8 * 4 * (TURNS if any("environment.name" in word for word in words) else 1)
+
+    def start() -> Any:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+
+    def begun() -> int:
+        with contextlib.suppress(FileNotFoundError), open(log) as file:
+            return sum(line.startswith("begin") for line in file)
+        return 0
+
+    with open(os.path.join(root, "log"), "a") as output:
+        job = start()
+        while begun() < (2 + part) * most:
+            if job.poll() is not None:
+                raise SystemExit(f"{root}/log: the job ended before the kill")
+            time.sleep(0.05)
+        time.sleep(0.5)  # within replies
+        processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        for process in processes:
+            process.suspend()  # all at once
+        killed = time.time()
+        for process in processes:
+            process.kill()
+        job.wait()
+        before = sampled_s(log, until=killed)
+        os.rename(log, f"{log}-before")
+        if start().wait():
+            raise SystemExit(f"{root}/log: the job that was continued failed")
+        again = sampled_s(log, until=math.inf)
+    return sum(before.values()), sum(seconds for seed, seconds in before.items() if seed in again)
+
+
+def sampled_s(log: str, until: float) -> dict[str, float]:
+    """Return for how long each reply was sampled, by its seed, also one that has not ended."""
+    begun, took = {}, {}
+    with open(log) as file:
+        for event, seed, moment in map(str.split, file):
+            if event == "begin":
+                begun[seed] = float(moment)
+            else:
+                took[seed] = float(moment) - begun[seed]
+    return {seed: took.get(seed, min(until, time.time()) - moment) for seed, moment in begun.items()}
+
+
+def measure_trajectories(kills: int, seed: int) -> None:
+    """Print the trajectory-seconds that a kill costs, for each kind of episode."""
+    draw = random.Random(seed)
+    print("| episodes | sampled since the checkpoint | lost: journal | no journal | keeps no rollouts (computed) |")
+    print("|---|---|---|---|---|", flush=True)
+    for name, words in TRAJECTORIES.items():
+        rows = []
+        for _ in range(kills):
+            part, lost = draw.uniform(0.2, 0.8), []
+            for journal in ("true", "false"):
+                with tempfile.TemporaryDirectory() as root:
+                    lost.append(lose_trajectories(root, [*words, f"rollout.journal={journal}"], part))
+            rows.append((lost[0][0], lost[0][1], lost[1][1], lost[1][0]))
+        print(f"| {name} | {' | '.join(f'{median(column):.1f} s' for column in zip(*rows, strict=True))} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=4, help="kills for each workload (default: 4)")
@@ -194,7 +355,12 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=20, help="steps between two checkpoints (default: 20)")
     parser.add_argument("--times", type=int, nargs="*", default=[1, 3, 9], help="rollouts, in updates (default: 1 3 9)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    trajectories = "measure the trajectory-seconds that a kill costs instead"
+    parser.add_argument("--trajectories", action="store_true", help=trajectories)
     args = parser.parse_args()
+    if args.trajectories:
+        measure_trajectories(args.kills, args.seed)
+        return
     with tempfile.TemporaryDirectory() as root:
         base, whole = os.path.join(root, "base"), os.path.join(root, "whole")
         run(base, COMMITTED, 0.0)

@@ -87,6 +87,8 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
         yield "learning_tool", partial(learning_tool.run, overrides=words)
     for words in ((), ("rollout.journal=false",)):
         yield "recovery", lambda directory, words=words: recovery.run(directory, 3, 1.0, *words)
+    for words in recovery.TRAJECTORIES.values():
+        yield "recovery", lambda _, words=words: subprocess.run(recovery.trajectory_command("run", words), check=True)
     words = [*age.JOB, "trainer.total_steps=10"]
     yield "age", lambda directory: age.measure(".", [*words, f"trainer.run_dir={directory}"])
     yield "resume_vs_trl", lambda directory: resume_vs_trl.Ours(PEER, "/model", PEER.data).run(Path(directory))
