@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 
+from tests.support.compiled import without_kernels
 from tests.support.tables import table
+from trainer.models import online_softmax
 from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
+
+# A C++ compiler takes 20 s for the kernels of these functions, so they guard a release alone.
+KERNELS = [False, pytest.param(True, marks=[pytest.mark.processes, pytest.mark.release])]
+
+
+@pytest.fixture
+def compiler(request, monkeypatch) -> None:
+    """Compile functions anew: with the kernels of inductor if the parameter says so, else operator by operator."""
+    monkeypatch.setattr(online_softmax, "_compiled", functools.cache(online_softmax._compiled.__wrapped__))
+    if request.param:
+        monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)
+    else:
+        without_kernels(monkeypatch)
 
 
 def test_no_denormal_numbers_slow_cpus_down():
@@ -19,23 +35,21 @@ def test_no_denormal_numbers_slow_cpus_down():
     torch.testing.assert_close(sums.total, torch.tensor([1.0, 1 + math.exp(-1)]))
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.processes)])
-def test_sums_of_slices_are_those_of_the_whole(compiled, monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)
+@pytest.mark.parametrize("compiler", KERNELS, indirect=True)
+def test_sums_of_slices_are_those_of_the_whole(compiler):
     z = 9 * torch.randn(5, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    slices = z.split([1, 23, 16], dim=1)
-    parts = [OnlineSoftmax.of(part.clone(), torch.zeros(5), True, compiled) for part in slices]
-    found, logp = parts[0].merged(parts[1]).merged(parts[2]), z.log_softmax(-1)
-    assert found.dot is not None
-    torch.testing.assert_close(found.total.log() + found.maximum, z.logsumexp(-1))
-    torch.testing.assert_close(found.total.log() - found.dot / found.total, -(logp.exp() * logp).sum(-1))
+    for compiled in (False, True):
+        parts = [OnlineSoftmax.of(part.clone(), torch.zeros(5), True, compiled) for part in z.split([1, 23, 16], dim=1)]
+        found, logp = parts[0].merged(parts[1]).merged(parts[2]), z.log_softmax(-1)
+        assert found.dot is not None
+        torch.testing.assert_close(found.total.log() + found.maximum, z.logsumexp(-1))
+        torch.testing.assert_close(found.total.log() - found.dot / found.total, -(logp.exp() * logp).sum(-1))
 
 
-@pytest.mark.processes
+@pytest.mark.parametrize("compiler", KERNELS, indirect=True)
 @table("first, dtype", [(0, torch.float32), (30, torch.bfloat16)])
-def test_a_compiled_gradient_is_that_of_the_operators(first, dtype, monkeypatch):
+def test_a_compiled_gradient_is_that_of_the_operators(first, dtype, compiler):
     """Also of a slice of the vocabulary in which some targets are not."""
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)
     generator = torch.Generator().manual_seed(2)
     z, targets = 5 * torch.randn(6, 40, generator=generator), torch.tensor([0, 20, 30, 35, 39, 69])
     slopes = Slopes(z.logsumexp(-1), *torch.randn(3, 6, generator=generator).unbind(), 1 / 30)
