@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -29,16 +28,11 @@ from tests.support.jobs import (
 )
 from tests.support.timelines import assert_fits_metrics, assert_nested, spans_of
 from trainer.checkpoint.__main__ import main as checkpoint_tool
-from trainer.config.engines import ENGINES
 from trainer.process.failures import read_incidents
 
 pytestmark = pytest.mark.early
 
 STEPS = 3
-VLLM = ("rollout=vllm",)
-TRANSFORMERS = ("rollout=transformers", f"rollout.engine={__name__}:ENGINE")
-ENGINE = dataclasses.replace(ENGINES["transformers"], environment=ENGINES["vllm"].environment)
-"""`is_engine` knows its processes by their environment."""
 
 
 def weights(run: Path) -> bytes:
@@ -115,19 +109,15 @@ def assert_traced_and_profiled(run: Path) -> None:
         assert names == {"rank_0.json.gz", "rank_1.json.gz"}
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "engine", [TRANSFORMERS, pytest.param(VLLM, marks=pytest.mark.release)], ids=["transformers", "vllm"]
-)
-def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_disturbed(
-    engine, tmp_path, marker, ray_address
-):
+def test_a_job_that_is_killed_and_loses_a_rank_and_its_engine_ends_as_if_never_disturbed(tmp_path, marker, ray_address):
     """On a cluster of Ray that outlives the job, with adapters that the engine serves, and episodes whose environments
     take times that differ from start to start. The process of the loop is killed first; the second start outlives a
     rank and the engine. The timeline and the profiles of the killed run change no number.
     """
-    settings = (*engine, "trainer.policy.lora.rank=4", "trainer.num_workers=2",
+    settings = ("rollout=vllm", "trainer.policy.lora.rank=4", "trainer.num_workers=2",
                 "environment.name=tests.support.environments:Dawdling",
                 "environment.max_turns=3", "environment.max_tokens=96")  # fmt: skip
     rows, job = whole_and_killed(*settings, cwd=tmp_path)
