@@ -177,8 +177,8 @@ SLIPS = {
     ),
     "temperature": Slip(
         "models/logprobs.py",
-        "(index_select(logits, targets.indices).float() / targets.temperature)",
-        "index_select(logits, targets.indices).float()",
+        "logp = (logits / targets.temperature).log_softmax(dim=-1)\n    logprobs",
+        "logp = logits.log_softmax(dim=-1)\n    logprobs",
         "unit/models/test_logprobs.py",
     ),
     "attention_cost": Slip(
@@ -202,8 +202,8 @@ SLIPS = {
     # Updates
     "foreign_rows": Slip(
         "episodes.py",
-        "return is_sampled and (self.weight_versions is None or self.weight_versions[0] == 0)",
-        "return is_sampled and self.weight_versions is None",
+        "bool(self.sampled_by or self.weight_versions is None or self.weight_versions[0] == 0)",
+        "bool(self.sampled_by or self.weight_versions is None)",
         "unit/objectives/test_batches.py",
     ),
     # Text and rewards
