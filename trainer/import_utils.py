@@ -54,7 +54,9 @@ def import_function(path: str, key: str, known: Iterable[str] = ()) -> Callable[
     import_numpy()
     here = os.getcwd().replace("{", "{{").replace("}", "}}")
     problem = f"{key}={path}: cannot be imported ({{}}), neither from {here} nor from a package"
-    with importing(), noting_processes(), user_code(problem):
+    # A module that was imported before starts nothing, and to look at all processes of the machine takes milliseconds.
+    noting = contextlib.nullcontext() if module_name in sys.modules else noting_processes()
+    with importing(), noting, user_code(problem):
         module = importlib.import_module(module_name)
         names = [name for name in dir(module) if not name.startswith("_") and _is_value(getattr(module, name, None))]
         function = getattr(module, function_name, None)

@@ -27,10 +27,13 @@ def test_a_third_signal_ends_any_process(ends):
     code = f"{BEGINNING}\nprint('up', flush=True)\n{ends}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        assert process.poll() is None
+    for number in (signal.SIGTERM, signal.SIGINT):
         process.send_signal(number)
-        time.sleep(1)  # or they count as one
+        time.sleep(0.3)  # or they count as one
+    assert process.poll() is None
+    while process.poll() is None:  # on a busy machine the watching process may read two at a time, which count as one
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
     assert "third signal, which the process could not handle" in process.communicate(timeout=300)[1]
     assert process.returncode == -signal.SIGKILL
 
@@ -71,7 +74,7 @@ def test_what_a_module_of_the_user_has_started_ends_with_its_process_however_it_
     code = (
         f"{BEGINNING}\nimport subprocess\nfrom trainer.process.startup import noting_processes\n"
         "with noting_processes(): server = subprocess.Popen(['sh', '-c', 'sleep 600 & echo $!; wait'], stdout=1)\n"
-        f"print(server.pid, flush=True)\n{ends}"
+        f"os.write(1, b'%d\\n' % server.pid)\n{ends}"  # whole, beside the line of the other
     )
     job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     started = [int(job.stdout.readline()) for _ in range(2)]
