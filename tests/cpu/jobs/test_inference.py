@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.evaluations import evaluate, validation_of
 from tests.support.forks import ForkedCommand
-from tests.support.inference import Server
+from tests.support.inference import Server, http_client
 from tests.support.jobs import run_forked_job, start_forked_job, wait_until
 from tests.support.killed_jobs import STEPS, assert_trained_once, run_until
 from tests.support.runs import rollouts_of
@@ -83,7 +82,7 @@ def test_a_signal_ends_the_wait_for_a_server_whose_machine_has_vanished(server, 
 
 
 def vllm_metric(server: Server, name: str) -> float:
-    (value,) = re.findall(rf"^vllm:{name}\{{.*\}} (\S+)", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    (value,) = re.findall(rf"^vllm:{name}\{{.*\}} (\S+)", http_client().get(f"{server.url}/metrics").text, re.MULTILINE)
     return float(value)
 
 
