@@ -132,9 +132,7 @@ def assert_equal_gradients(results: list[dict], expected: dict) -> None:
 
 def tiny(path: Path, tied: bool) -> str:
     """Four heads of queries, keys and values each; layers whose parts no number of ranks divides evenly."""
-    build_tiny(
-        TinyShape(hidden_size=60, intermediate_size=132, num_kv_heads=4, tie_word_embeddings=tied, seed=3), str(path)
-    )
+    build_tiny(TinyShape(60, 132, num_layers=1, num_kv_heads=4, tie_word_embeddings=tied, seed=3), str(path))
     return str(path)
 
 
