@@ -85,7 +85,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
         path="vllm",
-        transports=("shared_memory", "broadcast", "ipc"),
+        transports=("shared_memory", "broadcast", "delta", "ipc"),
         reads_index_first=True,
         max_lora_rank=512,
         tensor_parallel=True,
@@ -107,14 +107,14 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "transformers": EngineSpec(
         path="transformers",
-        transports=("shared_memory", "broadcast", "ipc"),
+        transports=("shared_memory", "broadcast", "delta", "ipc"),
         preload=("trainer.generation.transformers_engine",),
         cpu_environment=_ONE_THREAD,
         deterministic_torch=True,
     ),
     "server": EngineSpec(
         path="server",
-        transports=("shared_memory", "broadcast"),
+        transports=("shared_memory", "broadcast", "delta"),
         gpus=False,
         unit="request",
         served=True,

@@ -63,10 +63,13 @@ class RolloutConfig(Section):
     """Largest number of sequences that an engine runs at the same time."""
     gpu_memory_utilization: float = setting(0.85, above=0, at_most=1, resume="rounding")
     """Fraction of a GPU's memory that a vLLM engine uses for weights and KV cache."""
-    weight_sync: str = setting("auto", choices=("auto", "ipc", "broadcast", "shared_memory"), resume="rounding")
+    weight_sync: str = setting(
+        "auto", choices=("auto", "ipc", "delta", "broadcast", "shared_memory"), resume="rounding"
+    )
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
-    over ranks and engines), `ipc` (from rank to engine within the GPU that they share), or `auto`: ipc on shared GPUs,
-    broadcast across nodes and to engines with GPUs of their own, else shared memory."""
+    over ranks and engines), `delta` (engines fetch from each rank what has changed of its shards, once for each node),
+    `ipc` (from rank to engine within the GPU that they share), or `auto`: ipc on shared GPUs, broadcast across nodes
+    and to engines with GPUs of their own, else shared memory."""
     lora_sync: str = setting("auto", choices=("auto", "merged", "adapter"), resume="rounding")
     """What engines receive from a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the
     engine can serve it, else merged weights."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -71,6 +72,35 @@ class SharedDirectory(PrivateDirectory):
     def __init__(self, base: str = SHARED_MEMORY):
         _check_base(base)
         super().__init__(base, _PREFIX, 16)
+
+
+class NodeDirectory:
+    """A directory in shared memory that processes of one user use together, until the last of them ends.
+
+    Each of them holds a shared lock on it, so `clear_abandoned` leaves it alone. The name comes from a secret.
+
+    Raises:
+        UserError: see `SharedDirectory`; or the directory belongs to another user.
+    """
+
+    def __init__(self, secret: str, base: str = SHARED_MEMORY):
+        _check_base(base)
+        clear_abandoned(base)
+        self.path = os.path.join(base, _PREFIX + hashlib.sha256(secret.encode()).hexdigest()[:32])
+        while True:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path, 0o700)
+            if (handle := _lock_new(self.path, fcntl.LOCK_SH)) is not None:
+                check_owner(self.path)
+                self._handle = handle
+                return
+
+    def close(self) -> None:
+        """Leave the directory, and delete it if no other process uses it."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._handle)
 
 
 def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> list[str]:
@@ -165,13 +195,13 @@ def _check_base(base: str) -> None:
         raise _refusal(f"other users can rename the files of this run in {base}; run `chmod +t {base}` there")
 
 
-def _lock_new(path: str) -> int | None:
+def _lock_new(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
     """Lock a new directory. Return None if another process removed the directory as abandoned before the lock."""
     try:
         handle = os.open(path, _OPEN_DIRECTORY)
     except FileNotFoundError:
         return None
-    fcntl.flock(handle, fcntl.LOCK_EX)
+    fcntl.flock(handle, kind)
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.lstat(path), os.fstat(handle)):
             return handle

@@ -6,7 +6,8 @@ Nothing here imports torch: the process that speaks for an inference server star
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -90,6 +91,11 @@ class SharedMemory:
 
     path: str
     """Directory on the engines' node."""
+
+    @contextmanager
+    def opened(self) -> Iterator[str]:
+        """Yield the directory."""
+        yield self.path
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.config import RolloutConfig
 from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Completion, Request, Sampling, by_length
+from trainer.generation.weight_shards import Shards, close_copies
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
 from trainer.models.loading import load_pretrained
 from trainer.models.weight_names import module_weights
@@ -196,7 +198,7 @@ class TransformersEngine:
         return Completion(tokens[:end].copy(), logprobs[:end].copy(), "stop" if len(stops) else "length", self._version)
 
     @torch.no_grad()
-    def sync_weights(self, source: SharedMemory | Broadcast | Ipc, version: int) -> None:
+    def sync_weights(self, source: SharedMemory | Shards | Broadcast | Ipc, version: int) -> None:
         """Copy the weights of `source` over the old ones, tensor by tensor.
 
         Raises:
@@ -204,10 +206,12 @@ class TransformersEngine:
         """
         own = self._model.state_dict()  # tied weights are there under both names
         renewed = set()
-        tensors = read_weights(source.path) if isinstance(source, SharedMemory) else source.receive()
-        for name, tensor in module_weights(self._model, tensors):
-            own[name].copy_(tensor)
-            renewed.add(own[name].data_ptr())
+        in_files = isinstance(source, (SharedMemory, Shards))
+        with source.opened() if in_files else nullcontext() as directory:
+            tensors = source.receive() if directory is None else read_weights(directory)
+            for name, tensor in module_weights(self._model, tensors):
+                own[name].copy_(tensor)
+                renewed.add(own[name].data_ptr())
         stale = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in renewed)
         if stale:
             raise ValueError(f"the engine got no new values for {len(stale)} weights, {stale[0]} among them")
@@ -233,6 +237,7 @@ class TransformersEngine:
     def shutdown(self) -> None:
         """Free the model. The engine is of no use afterwards."""
         del self._model
+        close_copies()
 
 
 _NOTED = "sdpa_noted"

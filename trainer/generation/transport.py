@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.cluster.worker_groups import CallFutures
@@ -16,6 +16,7 @@ from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
 from trainer.files.shared_memory import PrivateDirectory
+from trainer.generation.weight_shards import ShardKeeper, Shards
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import weight_files
 from trainer.process import time_limits
@@ -62,6 +63,8 @@ class Ends:
     """Of the engines."""
     keeps: bool = False
     """Engines may need the weights of the last sync again after the ranks have changed theirs."""
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    """A secret that both ends know."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,30 @@ class BroadcastTransport(StreamedTransport):
         self.transfer = Broadcast(address, receivers=receivers, total_bytes=self.synced_bytes, **self._settings)
 
 
+class DeltaTransport(Transport):
+    """Each rank keeps its shards in host memory, and engines fetch what has changed, once for each node.
+
+    The ranks serve them until the next sync, whatever they do meanwhile.
+    """
+
+    @staticmethod
+    def suits(place: Place) -> bool:
+        return False
+
+    def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
+        hosts = tuple(placement["host"] for placement in self.ends.ranks.policy.placements())
+        self._keeper = ShardKeeper(self.ends.token, hosts, time_limits.HEARTBEAT_S)
+
+    @contextmanager
+    def offer(self) -> Iterator[tuple[WeightSource, None]]:
+        self.kept = None
+        offers = self.ends.ranks.start("policy", "keep_shards", self._keeper, self._dtype).result()
+        source = Shards(self.ends.token, tuple(offers), time_limits.HEARTBEAT_S)
+        self.synced_bytes = sum(offer.changed_bytes for offer in offers)
+        yield source, None
+        self.kept = source
+
+
 class IpcTransport(StreamedTransport):
     """Each rank sends to the engine on its GPU."""
 
@@ -297,6 +324,7 @@ class FixedWeights(Transport):
 
 TRANSPORTS: dict[str, type[Transport]] = {
     "ipc": IpcTransport,
+    "delta": DeltaTransport,
     "broadcast": BroadcastTransport,
     "shared_memory": SharedMemoryTransport,
 }

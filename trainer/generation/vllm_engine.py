@@ -18,6 +18,7 @@ from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
+from trainer.generation.weight_shards import Shards, close_copies
 from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.process.startup import importing
@@ -187,9 +188,10 @@ class VLLMEngine:
         if self._asleep and self._can_sleep:
             self._llm.wake_up(tags=["weights"])  # the KV cache stays away until `wake`
         match source:
-            case SharedMemory():
-                check_owner(source.path)
-                self._llm.collective_rpc("load_shared", args=(source.path,))
+            case SharedMemory() | Shards():
+                with source.opened() as directory:
+                    check_owner(directory)
+                    self._llm.collective_rpc("load_shared", args=(directory,))
             case Adapter():
                 self._load_adapter(source)
             case _:
@@ -250,6 +252,7 @@ class VLLMEngine:
     def shutdown(self) -> None:
         """End vLLM's worker processes. The engine is of no use afterwards."""
         self._llm.llm_engine.engine_core.shutdown()
+        close_copies()
 
 
 def sampling_params(request: Request) -> SamplingParams:

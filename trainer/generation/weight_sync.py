@@ -1,6 +1,7 @@
 """How the policy's weights reach the engines.
 
 - Shared memory: the ranks write safetensors to `/dev/shm`, each its own shards, and engines read them tensor by tensor.
+- Delta: each rank serves what has changed of its shards, and engines fetch it (`trainer.generation.weight_shards`).
 - Broadcast: rank 0 and the engines' workers form a group; the ranks gather one tensor at a time and rank 0 sends it
   (NCCL on GPUs, gloo on CPUs).
 - IPC: a rank and a worker share a GPU. The ranks gather one tensor at a time, and each worker copies it from the memory
@@ -40,6 +41,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from trainer.errors import one_line
 from trainer.generation.engine import Adapter, SharedMemory
+from trainer.generation.weight_shards import Shards
 from trainer.models.weight_names import file_tensors, file_units
 from trainer.parallel.mesh import open_store
 from trainer.process import time_limits
@@ -146,7 +148,7 @@ class Ipc:
             link.send(None)  # only now can the sender free them
 
 
-WeightSource = SharedMemory | Broadcast | Ipc | Adapter
+WeightSource = SharedMemory | Shards | Broadcast | Ipc | Adapter
 
 
 class WeightTransferGroup:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +61,18 @@ class TensorEntry:
     dtype: torch.dtype
 
 
+class Region(NamedTuple):
+    """Where a block of a tensor lies: `runs` pieces of `size` bytes, whose beginnings are `stride` bytes apart."""
+
+    file: str
+    start: int
+    runs: int
+    size: int
+    stride: int
+    itemsize: int
+    """Bytes of an element."""
+
+
 @dataclass(frozen=True)
 class FileLayout:
     """The headers and sizes of the files, and the entry of every tensor."""
@@ -82,6 +94,16 @@ class FileLayout:
             with open(os.path.join(directory, "model.safetensors.index.json"), "w") as index:
                 json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
 
+    def region(self, name: str, first: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+        """Return where a block of the tensor `name` lies, whose first element has the indices `first`."""
+        entry = self.entries[name]
+        strides = [math.prod(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
+        start = entry.offset + sum(index * stride for index, stride in zip(first, strides, strict=True))
+        # A block of complete rows is contiguous in the file. In other blocks, only each row is.
+        runs = 1 if shape[1:] == entry.shape[1:] else shape[0]
+        size = math.prod(shape) * entry.dtype.itemsize // runs
+        return Region(entry.file, start, runs, size, strides[0] if runs > 1 else 0, entry.dtype.itemsize)
+
     @contextmanager
     def opened(self, directory: str) -> Iterator[Callable[[str, tuple[int, ...], Tensor], None]]:
         """Open the files that `create` has made. Yield a function that writes a block of a tensor at its place.
@@ -94,7 +116,9 @@ class FileLayout:
             entry = self.entries[name]
             if entry.file not in handles:
                 handles[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
-            _write_block(handles[entry.file], entry, first, block)
+            region = self.region(name, first, tuple(block.shape))
+            # The cast is on the device: a combined copy and cast would cast on the CPU.
+            _write_block(handles[entry.file], region, block.to(entry.dtype))
 
         try:
             yield write
@@ -183,18 +207,33 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
 
     All ranks must see the same directory. Returns the names of the files.
     """
-    weights = export_tensors(module)
-    units = file_units(module, weights)
-    layout = plan_layout(file_tensors(units, weights, dtype))
+    layout, blocks = own_blocks(module, dtype)
     if dist.get_rank() == 0:
         layout.create(directory)
     dist.barrier()
     with layout.opened(directory) as write:
-        for unit, parts in whole_units({unit: unit.names for unit in units}, merged_tensors(module)):
-            for name, first, block in _own_blocks(unit, parts, dtype):
-                write(name, first, block)
+        for name, first, block in blocks:
+            write(name, first, block)
     dist.barrier()
     return sorted(layout.headers)
+
+
+def own_blocks(
+    module: nn.Module, dtype: torch.dtype
+) -> tuple[FileLayout, Iterator[tuple[str, tuple[int, ...], Tensor]]]:
+    """Return the layout of the files of `write_safetensors`, and what this rank has of them: its blocks, one by one.
+
+    A block is the name of a tensor in the files, the indices of the block's first element, and the block, which may
+    have another dtype than the files. Each `next` may be a collective.
+    """
+    weights = export_tensors(module)
+    units = file_units(module, weights)
+
+    def blocks() -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+        for unit, parts in whole_units({unit: unit.names for unit in units}, merged_tensors(module)):
+            yield from _own_blocks(unit, parts, dtype)
+
+    return plan_layout(file_tensors(units, weights, dtype)), blocks()
 
 
 def stream_tensors(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -267,18 +306,12 @@ def _local_shard(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     return tuple(offset), local
 
 
-def _write_block(handle: int, entry: TensorEntry, first: tuple[int, ...], block: Tensor) -> None:
-    """Write a block of a tensor, whose first element has the indices `first`, at its offset in the file."""
-    strides = [math.prod(entry.shape[axis + 1 :]) * entry.dtype.itemsize for axis in range(len(entry.shape))]
-    start = entry.offset + sum(index * stride for index, stride in zip(first, strides, strict=True))
-    block = block.to(entry.dtype)  # on the device, because a combined copy and cast would cast on the CPU
+def _write_block(handle: int, region: Region, block: Tensor) -> None:
     content = block.to("cpu").contiguous().view(-1).view(torch.uint8)
     data = memoryview(np.from_dlpack(content))  # with `numpy()`, weights on CPU could not be offloaded any more
-    # A block of complete rows is contiguous in the file. In other blocks, only each row is.
-    runs = 1 if block.shape[1:] == entry.shape[1:] else len(block)
-    size = len(data) // runs
-    for run in range(runs):
-        _write_all(handle, data[run * size : (run + 1) * size], start + (run * strides[0] if run else 0))
+    for run in range(region.runs):
+        piece = data[run * region.size : (run + 1) * region.size]
+        _write_all(handle, piece, region.start + run * region.stride)
 
 
 def _open_without_links(path: str, flags: int) -> int:

@@ -124,7 +124,8 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
             f"{format_size(device.shared_memory)}; make it larger (in a container: --shm-size), or choose "
             "rollout.weight_sync=broadcast"
         )
-    host = _host(cfg, cluster, roles, engine, members) + shared
+    copies = 2 if cfg.rollout.weight_sync == "delta" else 1  # the ranks keep what they have sent, too
+    host = _host(cfg, cluster, roles, engine, members) + copies * shared
     if host > device.host_memory:
         problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
     seconds = plan_time(cfg, cluster, roles, whole, engine, workload)

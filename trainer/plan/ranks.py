@@ -252,9 +252,9 @@ def sync_buffers(cfg: Config, policy: PlannedRole) -> int:
 
 
 def writes_shared_memory(cfg: Config, device: str) -> bool:
-    """Return whether weights go to the engines through shared memory. `device` is `cpu` or `cuda`."""
+    """Return whether engines read weights in shared memory. `device` is `cpu` or `cuda`."""
     transport = cfg.rollout.weight_sync
-    return device == "cpu" if transport == "auto" else transport == "shared_memory"
+    return device == "cpu" if transport == "auto" else transport in ("shared_memory", "delta")
 
 
 def host_bytes_of_rank(cfg: Config, roles: Sequence[PlannedRole]) -> int:

@@ -17,12 +17,7 @@ from trainer.config import RoleSpec
 from trainer.config.algorithm import TEACHER_TOP
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
-from trainer.models.export_weights import (
-    export_tensors,
-    file_bytes,
-    merged_tensors,
-    stream_tensors,
-)
+from trainer.models.export_weights import export_tensors, file_bytes, merged_tensors, own_blocks, stream_tensors
 from trainer.models.logprobs import (
     Distributions,
     distributions,
@@ -215,6 +210,11 @@ class PolicyWorker(TrainedWorker):
     def send_weights(self, sender: WeightSender, dtype: str) -> Any:
         """Pass the tensors, one by one, to `sender`."""
         return sender.send(self.stream_weights(dtype), self.layout.rank)
+
+    @torch.no_grad()
+    def keep_shards(self, keeper: Any, dtype: str) -> Any:
+        """Pass this rank's blocks of the weights to `keeper` (see `trainer.generation.weight_shards`)."""
+        return keeper.keep(*own_blocks(self.module, param_dtype(dtype, self.device)), self.layout.rank)
 
     @torch.no_grad()
     def stream_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import comparable, members, metrics
+from tests.support.jobs import comparable, left_in_shared_memory, members, metrics, shared_memory, wait_until
 from tests.support.killed_jobs import STEPS, run_until
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process.failures import read_incidents
@@ -102,3 +102,22 @@ def test_a_job_whose_driver_hangs_and_whose_only_engine_dies_and_hangs_ends_like
     assert (hang.cause, hang.kind, hang.step) == ("hanging driver", "infrastructure", 1)
     assert start.action == "started again with the same command"
     assert [(one.role, one.cause) for one in engines] == [("engine", "killed process"), ("engine", "heartbeat timeout")]
+
+
+def test_weights_sent_by_difference_train_as_those_by_broadcast_also_after_a_killed_engine(overrides, tmp_path):
+    """The new engine gets the weights of the rollouts under way from the ranks, which train meanwhile."""
+    job = [*overrides, "rollout.dtype=bfloat16", "rollout.num_engines=2", "trainer.policy.optimizer.lr=1e-5"]
+    before, faults, rows = shared_memory(), [3], tmp_path / "delta/metrics.jsonl"
+
+    def disturb(pid: int) -> None:
+        if faults and rows.exists() and len(rows.read_text().splitlines()) >= faults[0]:
+            members(pid)[-1].send_signal(signal.SIGKILL)
+            faults.clear()
+
+    for way in ("broadcast", "delta"):
+        settings = [f"rollout.weight_sync={way}", f"trainer.run_dir={tmp_path / way}"]
+        assert run_until(tmp_path / f"{way}.log", *job, *settings, disturb=disturb if way == "delta" else None)
+    (incident,) = read_incidents(str(tmp_path / "delta"))
+    assert (incident.role, incident.cause, incident.action) == ("engine", "killed process", "replaced the engine")
+    assert outcome(tmp_path / "delta") == outcome(tmp_path / "broadcast")
+    wait_until(lambda: left_in_shared_memory(before) == set())

@@ -30,6 +30,7 @@ def files_engine(monkeypatch) -> None:
         ("auto", "transformers", False, "broadcast"),
         ("broadcast", "vllm", True, "broadcast"),
         ("shared_memory", "vllm", True, "shared_memory"),
+        ("delta", "server", False, "delta"),
     ],
 )
 def test_the_transport_follows_from_setting_and_place(setting, engine, same_node, transport):
