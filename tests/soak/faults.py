@@ -206,10 +206,10 @@ def _tear_lines(workspace: Workspace, job: int, numbers: random.Random) -> str |
 def _damage_journal(workspace: Workspace, job: int, numbers: random.Random) -> str | None:
     """Kill the job, and damage or delete some of its records and of its lists of the groups of a step, or all."""
     directory = workspace.run / JOURNAL
-    if not any(directory.glob("*.arrow")):
+    if not any([*directory.glob("*.arrow"), *directory.glob("*.turns")]):
         return None
     _kill_job(workspace, job, numbers)
-    files = sorted(file for file in directory.iterdir() if file.suffix == ".arrow")
+    files = sorted(file for file in directory.iterdir() if file.suffix in (".arrow", ".turns"))
     if numbers.random() < 0.2:
         shutil.rmtree(directory)
         return f"deleted {len(files)} files"

@@ -49,6 +49,7 @@ class Kind:
 
     name: str
     overrides: tuple[str, ...]
+    """`{scene}` stands for the directory of what all jobs share."""
     job: str = "train"
     limits: str = ""
     """Further words of TRAINER_TIME_LIMITS."""
@@ -125,6 +126,48 @@ KINDS = {
             roles=frozenset({"rank", "engine", "environment"}),
         ),
         _rollouts(
+            "turns",
+            "environment.name=tests.support.environments:LongHashed",
+            "environment.max_turns=40",
+            "environment.max_tokens=400",
+            "environment.timeout_s=60",
+            "environment.num_processes=2",
+            "rollout.max_prompt_tokens=64",
+            "rollout.max_response_tokens=4",
+            roles=frozenset({"rank", "engine", "environment"}),
+        ),
+        _rollouts(
+            "agents",
+            "rollout.engine=tests.support.token_engine:JOINING",
+            "rollout.max_logprob_diff=null",
+            "environment.name=tests.support.agents:Hashed",
+            "environment.max_turns=8",
+            "environment.max_tokens=200",
+            "environment.timeout_s=60",
+            "environment.num_processes=2",
+            "rollout.max_prompt_tokens=64",
+            roles=frozenset({"rank", "engine", "environment"}),
+        ),
+        _rollouts(
+            "self_play",
+            "trainer.num_workers=2",
+            "algorithm.advantage_estimator=rae",
+            "environment.name=tests.support.environments:Duel",
+            "+environment.kwargs.is_hashed=true",
+            "environment.timeout_s=20",
+            "rollout.max_prompt_tokens=64",
+            "trainer.val_interval=-1",
+            roles=frozenset({"rank", "engine", "environment"}),
+        ),
+        _rollouts(
+            "distilled",
+            "trainer.num_workers=2",
+            "algorithm.teacher.path={scene}/teacher",
+            "algorithm.opd_kl_coef=0.5",
+            "algorithm.teacher.divergence=jsd",
+            "trainer.policy.optimizer.name=muon",
+        ),
+        _rollouts(
             "stream",
             "rollout=vllm",
             "rollout.max_num_seqs=32",
@@ -185,6 +228,17 @@ KINDS = {
             "supervised",
             (*_COMMON, _PROCESSES[0], "trainer.num_workers=2", f"sft.steps={STEPS}", "sft.batch_size=2"),
             "sft",
+            roles=frozenset({"rank"}),
+        ),
+        Kind(
+            "dpo",
+            (
+                *(word for word in _COMMON if not word.startswith("data.")),
+                *(_PROCESSES[0], "trainer.num_workers=2", f"trainer.total_steps={STEPS}", "trainer.mini_batch_size=4"),
+                *("data=files", "data.train_files=[{scene}/pairs.jsonl]", "data.val_files=[{scene}/pairs.jsonl]"),
+                *("dpo.max_length=64", "trainer.policy.lora.rank=4"),
+            ),
+            "dpo",
             roles=frozenset({"rank"}),
         ),
         _rollouts("store", storages=frozenset({"store"}), weight=1.5),

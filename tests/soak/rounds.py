@@ -217,14 +217,14 @@ class _Attempt:
         env["TRAINER_TIME_LIMITS"] = f"{LIMITS} {kind.limits}"
         with workspace.log.open("a") as log:
             if kind.with_ray:
-                command = [sys.executable, "-m", "trainer", kind.job, *kind.overrides, *workspace.overrides]
+                command = [sys.executable, "-m", "trainer", kind.job, *workspace.overrides]
                 command = workspace.cluster.driver.command(*command) if workspace.cluster else command
                 return subprocess.Popen(
                     command, cwd=workspace.directory, env=env, stdout=log, stderr=log, start_new_session=True
                 )
             return fork_server().start(
                 "tests.soak.processes:run",
-                *(kind.job, *kind.overrides, *workspace.overrides),
+                *(kind.job, *workspace.overrides),
                 cwd=workspace.directory,
                 env=env,
                 stdout=log,

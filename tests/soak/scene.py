@@ -54,6 +54,9 @@ class Scene:
             self._stack.callback(subprocess.run, ["umount", "--lazy", str(self.disk)], check=False)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
         build_tiny(TinyShape(**sizes, head_dim=32), str(self.model))
+        build_tiny(TinyShape(**sizes, head_dim=16), str(self.directory / "teacher"))
+        pairs = [{"prompt": f"{i}?", "chosen": f"{i * 7}!", "rejected": "no" * (i % 3 + 1)} for i in range(10)]
+        (self.directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         self._s3, google = (self._stack.enter_context(server()) for server in (s3_server, gcs_server))
         proxies = [self._stack.enter_context(fault_proxy(server, self.store)) for server in (self._s3, google)]
         patch = pytest.MonkeyPatch()
@@ -155,8 +158,9 @@ class Workspace(contextlib.ExitStack):
 
     @property
     def overrides(self) -> list[str]:
-        """The settings of the job that depend on its workspace."""
-        given = [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
+        """The settings of the job."""
+        given = [word.replace("{scene}", str(self.scene.directory)) for word in self.kind.overrides]
+        given += [f"model.path={self.scene.model}", f"trainer.run_dir={self.run}", f"trainer.ckpt_path={self.root}"]
         given += [f"trainer.ckpt_cache_dir={self.local}"] if self.local else []
         given += [f"rollout.urls=[{self.server[1].url}]"] if self.kind.is_served else []
         return [*given, f"trainer.ray_address={self.cluster.head.ray_address}"] if self.cluster else given
