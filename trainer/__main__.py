@@ -22,6 +22,7 @@ COMMANDS = {
         "evaluate a model, an export or a checkpoint",
     ),
     "inference": ("trainer.inference.__main__:main", "serve a model to jobs and people, while jobs come and go"),
+    "engine": ("trainer.inference.engine:main", "start an engine that joins a running job, and leaves it on a signal"),
     "plan": ("trainer.plan.__main__:main", "say what a run needs of a cluster, whether it fits, and how long it takes"),
     "diagnose": ("trainer.reports.diagnose:main", "say what happened to a run, and what to do next"),
     "compare": ("trainer.reports.compare:main", "print a table of runs, and draw their curves"),
@@ -32,7 +33,7 @@ COMMANDS = {
     "config": ("trainer.config.reference:main", "print the reference of all config keys"),
 }
 """Function and purpose of each command. The function reads `sys.argv`, and returns the exit status or None."""
-JOBS = ("train", "sft", "dpo", "rm", "evaluate", "inference")
+JOBS = ("train", "sft", "dpo", "rm", "evaluate", "inference", "engine")
 """Commands that run long. They handle signals."""
 _HELP = """usage: trainer COMMAND [ARGUMENT ...]
 

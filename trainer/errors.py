@@ -37,8 +37,8 @@ class WorkerError(RuntimeError):
         cause: `killed`, `heartbeat_timeout`, `rpc_timeout`, `memory`, `gpu_memory_in_use` (other programs hold the
             GPU's memory), `gpu` (the message contains a GPU error), `node` (its machine failed), `cluster` (a process
             of Ray died), `server` (an inference server does not serve), `server_absent` (it has not come back in time),
-            `weights` (the initial weights did not reach the engines) or `restart_limit` (the config
-            allows no further restart). Empty: another cause.
+            `left` (an engine leaves the fleet), `weights` (the initial weights did not reach the engines) or
+            `restart_limit` (the config allows no further restart). Empty: another cause.
     """
 
     def __init__(self, message: str, hint: str = "", cause: str = ""):

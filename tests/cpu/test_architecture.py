@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "journal": {"checkpoint", "data"},
     "objectives": {"algorithms", "parallel", "sandbox"},
     "workers": {"models", "parallel", "algorithms", "objectives"},
-    "generation": {"cluster", "models", "parallel"},
+    "generation": {"checkpoint", "cluster", "models", "parallel"},
     "inference": {"generation", "models", "parallel", "sandbox"},
     "environments": {"generation", "data", "sandbox", "rewards"},
     "agents": {"environments", "generation", "data", "sandbox", "rewards"},
@@ -127,15 +127,15 @@ def test_config_names_no_upper_room():
 
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1500, 1400),
-    "run process": (3600, 2600),
-    "sources generation journal environments agents": (13085, 8500),
-    "inference": (1250, 900),
+    "run process": (3602, 2600),
+    "sources generation journal environments agents": (13140, 8500),
+    "inference": (1630, 900),
     "rewards": (1150, 900),
     "sandbox": (1410, 1200),
     "objectives algorithms learner workers parallel": (6800, 5400),
     "models": (5085, 3400),
     "checkpoint": (3950, 3200),
-    "cluster": (2600, 2200),
+    "cluster": (2612, 2200),
     "data": (2750, 1900),
     "metrics reports": (3400, 3200),
     "config": (4400, 3200),
@@ -164,7 +164,7 @@ def test_a_package_does_not_grow():
     )
 
 
-MOST_KEYS = 188
+MOST_KEYS = 189
 """Rows of `trainer config`, without the copies below `<name>`."""
 
 

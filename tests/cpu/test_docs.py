@@ -111,7 +111,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     CHECKED.add((command, *arguments))
     if command == "evaluate":
         return check_evaluation(arguments, monkeypatch)
-    if command not in (*JOBS, "plan"):
+    if command not in (*JOBS, "plan") or command == "engine":
         return check_arguments(command, arguments, monkeypatch)
     if "--help" in arguments:
         return

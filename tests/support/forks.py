@@ -41,6 +41,7 @@ _PRELOADED = (
     "trainer.checkpoint.__main__",
     "trainer.reports.compare",
     "trainer.generation.transformers_engine",
+    "trainer.inference.engine",
     "trainer.jobs",
     "trainer.objectives.policy_gradient",
     "trainer.tasks.rl",

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -73,13 +74,13 @@ class ThreadCluster(LocalCluster):
         os.environ.update(env)
         forever = Timeouts(float("inf"), float("inf"))
 
-        def launch(worker: int) -> _Thread:
-            return _Thread(f"{name} {worker}", factory, args[worker], self._exclusive)
+        def launch(worker: int) -> WorkerThread:
+            return WorkerThread(f"{name} {worker}", factory, args[worker], self._exclusive)
 
         return WorkerGroup(name, len(args), launch, Processes(), forever)
 
 
-class _Thread:
+class WorkerThread:
     """Hosts one object. Each of the channels "call" and "background" has its own thread.
 
     The result of a call is a future of `(has_failed, payload)`, as that of a process.
@@ -89,7 +90,7 @@ class _Thread:
             meanwhile.
     """
 
-    def __init__(self, name: str, factory: Callable[..., Any], args: tuple, exclusive: threading.Lock):
+    def __init__(self, name: str, factory: Callable[..., Any], args: tuple, exclusive: AbstractContextManager):
         self._exclusive = exclusive
         self._object: Future[Any] = Future()
         self._calls: dict[str, queue.SimpleQueue] = {}

@@ -170,7 +170,7 @@ class _Worker:
     def __init__(self, name: str, process: Any, backend: Backend):
         self.name = name
         self.process = process
-        self._backend = backend
+        self.backend = backend
         self._heartbeat, self._sent_at = self._send_heartbeat(), time.monotonic()
         self.process_id: tuple[int, str] | None = None
         """Pid and address of the node, once the process has answered."""
@@ -190,24 +190,24 @@ class _Worker:
         """Return how long a heartbeat has waited for its answer, in seconds; 0 while the process is not scheduled."""
         with self._lock:
             now = time.monotonic()
-            if self._heartbeat is not None and self._backend.wait([self._heartbeat], 0):
+            if self._heartbeat is not None and self.backend.wait([self._heartbeat], 0):
                 self._receive_heartbeat()
             if self._heartbeat is None and now - self._sent_at > time_limits.HEARTBEAT_INTERVAL_S:
                 self._heartbeat, self._sent_at = self._send_heartbeat(), now
-            if self.process_id is None and not self._backend.has_started(self.process):
+            if self.process_id is None and not self.backend.has_started(self.process):
                 self._sent_at = now
             return now - self._sent_at if self._heartbeat is not None else 0.0
 
     def end(self) -> None:
         self.heartbeat_age_s()  # the answer to the first heartbeat contains the process id
-        self._backend.kill(self.process, self.process_id)
+        self.backend.kill(self.process, self.process_id)
 
     def _send_heartbeat(self) -> Any:
-        return self._backend.begin(self.process, "heartbeat", "", (), {})
+        return self.backend.begin(self.process, "heartbeat", "", (), {})
 
     def _receive_heartbeat(self) -> None:
         try:
-            answer = self._backend.get(self._heartbeat, self.name)
+            answer = self.backend.get(self._heartbeat, self.name)
         except Exception:
             pass  # it died: the running call raises the reason
         else:
@@ -283,6 +283,10 @@ class WorkerGroup:
         """Begin to start a new process for a worker whose process has exited."""
         self.workers[worker] = _Worker(f"{self.name} {worker}", self._launch(worker), self.backend)
 
+    def admit(self, worker: int, name: str, process: Any, backend: Backend) -> None:
+        """Take in a process that another backend has: in the place of this worker, or after the last one."""
+        self.workers[worker : worker + 1] = [_Worker(name, process, backend)]
+
     def kill(self) -> None:
         """Kill the processes of all workers."""
         for worker in self.workers:
@@ -328,7 +332,7 @@ class CallFutures:
         spans = {WANTED: True} if TRACER.is_on and self._channel in ("call", "background") else {}
         started_at = time.monotonic()
         with SIGNALS.deferred():
-            ticket = group.backend.begin(target.process, self._channel, method, args, kwargs | spans)
+            ticket = target.backend.begin(target.process, self._channel, method, args, kwargs | spans)
         self._calls[ticket] = _Call(worker, target, started_at)
 
     @property
@@ -382,9 +386,7 @@ class CallFutures:
             return []
         outcomes: list[tuple[int, Any, Exception | None]] = []
         with SIGNALS.deferred():
-            done = self._group.backend.wait(
-                list(self._calls), time_limits.POLL_INTERVAL_S if timeout_s is None else timeout_s
-            )
+            done = self._wait(time_limits.POLL_INTERVAL_S if timeout_s is None else timeout_s)
         if check_health and (not done or time.monotonic() > self._health_checked_at + time_limits.POLL_INTERVAL_S):
             overdue = dict(self._find_overdue({t: c for t, c in self._calls.items() if t not in done}))
             for ticket, error in overdue.items():
@@ -394,7 +396,7 @@ class CallFutures:
             call = self._calls.pop(ticket)
             try:
                 with SIGNALS.deferred():
-                    answer = self._group.backend.get(ticket, call.worker.name)
+                    answer = call.worker.backend.get(ticket, call.worker.name)
                     value = TRACER.receive(call.worker.name, answer)
             except Exception as error:
                 set_failure_source(error, call.worker.failure_source)
@@ -403,6 +405,16 @@ class CallFutures:
                 call.worker.is_starting &= self._channel == "heartbeat"
                 outcomes.append((call.index, value, None))
         return outcomes
+
+    def _wait(self, timeout_s: float) -> list[Any]:
+        """Wait at most `timeout_s` until a call is done; return the tickets of those that are."""
+        tickets: dict[Any, list[Any]] = {}  # by backend
+        for ticket, call in self._calls.items():
+            tickets.setdefault(call.worker.backend, []).append(ticket)
+        done: list[Any] = []
+        for backend, own in tickets.items():
+            done += backend.wait(own, 0 if done else timeout_s / len(tickets))
+        return done
 
     def drop_calls(self, worker: int) -> None:
         """Drop the calls of one worker, whose process has exited."""

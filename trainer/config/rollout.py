@@ -30,8 +30,12 @@ class RolloutConfig(Section):
     urls: list[str] = setting(default_factory=list, resume="rounding")
     """Addresses of inference servers, such as `http://gpu7:8000`, for `rollout.engine=server`. There is one engine for
     each of them."""
-    num_engines: int = setting(1, at_least=1, resume="rounding")
-    """Number of engines. Prompts are spread over them. With `rollout.urls`, it is their number."""
+    num_engines: int = setting(1, at_least=0, resume="rounding")
+    """Number of engines that the job starts. Prompts are spread over them. With `rollout.urls`, it is their number. 0:
+    none, with `rollout.fleet`."""
+    fleet: bool = setting(False, resume="harmless")
+    """Engines may join the job, and leave it, at any time: `trainer engine --join RUN` starts one (docs/inference.md).
+    Needs the environment variable TRAINER_INFERENCE_TOKEN, here and there."""
     tensor_parallel_size: int = setting(1, at_least=1, resume="rounding")
     """GPUs per engine (vLLM)."""
     colocate: bool = setting(False, resume="harmless")

@@ -479,6 +479,22 @@ def _servers(config: Config) -> Rules:
     yield rollout.urls and rollout.num_engines != len(rollout.urls), "rollout.num_engines", problem
 
 
+@_rules_of("rollout")
+def check_fleet(config: Config) -> Rules:
+    """A fleet whose engines could not get weights."""
+    rollout, key = config.rollout, "rollout.fleet"
+    if not rollout.fleet:
+        yield rollout.num_engines == 0, "rollout.num_engines", f"without engines of its own the job needs {key}=true"
+        return
+    own = f"rollout.engine={rollout.engine}"
+    yield config.engine.served, key, f"{own} speaks to servers that were there before; choose another engine"
+    yield "shared_memory" not in config.engine.transports, key, f"{own} takes no weights from files"
+    yield rollout.weight_sync not in ("auto", "shared_memory"), "rollout.weight_sync", f"{key} needs shared_memory"
+    yield rollout.colocate, key, "engines that join share no GPU with ranks; set rollout.colocate=false"
+    problem = "engines that join get whole weights; choose merged, or leave this key out"
+    yield rollout.lora_sync == "adapter", "rollout.lora_sync", problem
+
+
 @_rules_of("sft")
 def check_sft(config: Config) -> Rules:
     """Settings of rollouts as data without rollouts, and weights that fit no files."""

@@ -203,7 +203,7 @@ class Config(Section):
     def syncs_adapter(self) -> bool:
         """Whether engines serve the adapters over the initial weights."""
         rank, setting = self.trainer.policy.lora.rank, self.rollout.lora_sync
-        if rank is None or setting == "merged":
+        if rank is None or setting == "merged" or self.rollout.fleet:
             return False
         return setting == "adapter" or rank <= self.engine.max_lora_rank
 

@@ -194,6 +194,18 @@ def by_length(requests: Sequence[Request], engines: int, most: int) -> list[list
     return batches
 
 
+def by_prompt(requests: Mapping[int, Request], most: int) -> list[list[int]]:
+    """Return the numbers of requests, those of one prompt together: an engine computes the prompt once.
+
+    Args:
+        most: longest list; a prompt with more completions is cut.
+    """
+    prompts: dict[bytes, list[int]] = {}
+    for number, request in requests.items():
+        prompts.setdefault(request.prompt_token_ids.tobytes(), []).append(number)
+    return [numbers[start : start + most] for numbers in prompts.values() for start in range(0, len(numbers), most)]
+
+
 def join_interval_s(running: int) -> float:
     """Return how long an engine generates before it reports completions or takes requests that join.
 

@@ -19,6 +19,7 @@ from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, 
 from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
 from trainer.generation.engines import Engines
 from trainer.generation.event_loop import EventLoop, in_thread
+from trainer.generation.fleet import Fleet
 from trainer.generation.lifecycle import GpuAssignment, GpuMemory, State, assign_gpus, colocated_ranks, gpus_of
 from trainer.generation.server_protocol import Job, describe_model
 from trainer.generation.transport import (
@@ -69,7 +70,7 @@ class EnginePool:
         self._ranks = ranks = cast(PolicyRanks, ranks)
         self._model_path = model_path
         self._version = 0
-        self._keeps_weights = keeps_weights
+        self._keeps_weights = keeps_weights = keeps_weights or cfg.rollout.fleet  # for engines that join at any time
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
@@ -92,11 +93,15 @@ class EnginePool:
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
+        self._fleet = Fleet(cfg, model_path, self._device) if cfg.rollout.fleet else None
         build = _engine_builder(cfg, model_path, self._device, self._job)
         group = cluster.launch_engines(build, numbers, environment, assignment)
         has_capacity = functools.partial(cluster.has_capacity, group)
-        capacity = cfg.rollout.max_num_seqs if self._device == "cuda" and len(group) > 1 else None
-        self._engines = Engines(cfg, group, self.loop, self._memory, has_capacity, capacity, self._maintain)
+        several = cfg.rollout.fleet or self._device == "cuda" and len(group) > 1
+        capacity = cfg.rollout.max_num_seqs if several else None  # the others may get the rest
+        self._engines = Engines(
+            cfg, group, self.loop, self._memory, has_capacity, capacity, self._maintain, self._fleet
+        )
         self._ends = Ends(cfg, cluster, ranks, model_path, self._device, keeps_weights)
         self._receivers: list[Any] = []  # the processes of the engines that the transport reaches
 
@@ -162,7 +167,8 @@ class EnginePool:
         self._transport: Transport = self._fixed or make_transport(self._way, self._ends)
         self._transport.check()
         self._meet(self._engines.lifecycle.loaded)
-        if is_initial and not self._spec.served and self._transport.is_checked:
+        holds_initial = not self._spec.served and self._fleet is None
+        if is_initial and holds_initial and self._transport.is_checked:
             self._engines.mark_ready(
                 self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
             )
@@ -381,11 +387,15 @@ class EnginePool:
                 except Exception as error:  # no rank is left to free it
                     LOG.info("the kept weights: %s", describe_error(error))
             self._engines.shutdown()
+            if self._fleet is not None:
+                self._fleet.shutdown()
         self.leave()
 
     def leave(self) -> None:
         """End the event loop, and leave inference servers to other jobs. The cluster ends the engines."""
         self.loop.close()
+        if self._fleet is not None:
+            self._fleet.leave()
         if self._job is not None:
             from trainer.generation.server_engine import leave_servers  # imports httpx
 
@@ -443,6 +453,10 @@ class EnginePool:
         if self._cfg.syncs_adapter:
             return ADAPTER
         same_node = len({placement["host"] for placement in placements}) == 1
+        if self._fleet is not None:
+            if not same_node:
+                raise UserError("rollout.fleet=true: the ranks and the job's own engines must be on one node")
+            return "shared_memory"
         return choose_transport(self._cfg.rollout, same_node, self._device)
 
 

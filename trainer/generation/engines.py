@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cluster.worker_groups import CallFutures, WorkerGroup
+from trainer.cluster.worker_groups import Backend, CallFutures, WorkerGroup
 from trainer.config import Config
 from trainer.errors import (
     RESTART_HINT,
@@ -26,10 +26,11 @@ from trainer.errors import (
     failure_source_of,
     set_failure_source,
 )
-from trainer.generation.engine import Completion, Request, by_length, join_interval_s
+from trainer.generation.engine import Completion, Request, by_length, by_prompt, join_interval_s
 from trainer.generation.event_loop import Changes, EventLoop, in_thread
+from trainer.generation.fleet import Fleet
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
-from trainer.generation.transport import wait_for_all
+from trainer.generation.transport import Receiving, wait_for_all
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS, Decision, Restarts, decide, describe
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
@@ -71,24 +72,6 @@ class _Load:
     """The running call is to return for requests that wait, or will be."""
 
 
-class _Receiving(CallFutures):
-    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it."""
-
-    def __init__(self, group: WorkerGroup):
-        super().__init__(group)
-        self.lost: dict[int, Exception] = {}
-
-    def poll(
-        self, timeout_s: float | None = None, check_health: bool = True
-    ) -> list[tuple[int, Any, Exception | None]]:
-        outcomes = super().poll(timeout_s, check_health)
-        failed = {
-            one: error for one, _, error in outcomes if isinstance(error, WorkerError) and error.cause == "server"
-        }
-        self.lost |= failed
-        return [outcome for outcome in outcomes if outcome[0] not in failed]
-
-
 class Engines:
     """The engines of a run, and the requests of all coroutines: one task for each engine, on the event loop.
 
@@ -107,6 +90,7 @@ class Engines:
         has_capacity: returns whether the cluster has capacity for at least one of them.
         capacity: most requests of the unit `request` that an engine has, unless one prompt has more; None: no limit.
         maintain: called again and again while the engines are not paused; `True`: completions are waited for.
+        fleet: the engines that join and leave; None: none may.
     """
 
     def __init__(
@@ -118,8 +102,11 @@ class Engines:
         has_capacity: Callable[[], bool],
         capacity: int | None,
         maintain: Callable[[bool], Coroutine[Any, Any, None]],
+        fleet: Fleet | None = None,
     ):
         self.group = group
+        self._fleet = fleet
+        self._own = len(group)  # engines of the job itself, which come first. Batches are cut for them, whoever joins
         self.lifecycle = Lifecycle(len(group))
         self.unplaced: set[int] = set()
         """Engines that have no GPUs. They stay dead."""
@@ -163,8 +150,11 @@ class Engines:
         """Begin, or begin again after a failure."""
         self.clear()
         self._failure = None
-        works = [*(functools.partial(self._serve, engine) for engine in range(len(self._loads))), self._keep_maintained]
-        for number, work in enumerate(works):
+        self._start_tasks()
+
+    def _start_tasks(self) -> None:
+        works = {engine: functools.partial(self._serve, engine) for engine in range(len(self._loads))}
+        for number, work in {**works, -1: self._keep_maintained}.items():
             if number not in self._tasks or self._tasks[number].done():
                 self._tasks[number] = asyncio.ensure_future(self._guarded(work()))
 
@@ -199,7 +189,7 @@ class Engines:
         self._pending |= made
         if self._is_batch:
             numbers = list(made)
-            batches = by_length(requests, len(self._loads), self._most)
+            batches = by_length(requests, max(1, self._own), self._most)
             self._waiting.extend([numbers[index] for index in batch] for batch in batches)
         else:
             self._new += made
@@ -214,9 +204,7 @@ class Engines:
     def _share_out(self) -> None:
         """Give each engine the requests that it gets next: those of a prompt go to the one with the fewest requests."""
         new, self._new = [number for number in self._new if number in self._pending], []
-        self._waiting.extend(
-            _by_prompt({number: self._pending[number].request for number in new}, self._most_of_prompt)
-        )
+        self._waiting.extend(by_prompt({number: self._pending[number].request for number in new}, self._most_of_prompt))
         serving = self.lifecycle.serving
         while self._waiting:
             piece = [number for number in self._waiting[0] if number in self._pending]
@@ -297,7 +285,7 @@ class Engines:
         """Take back the requests that an engine had when it was ended, to give them to others."""
         load = self._loads[engine]
         left = {number: self._pending[number].request for number in load.held if number in self._pending}
-        self._waiting.extendleft([list(left)] if self._is_batch else _by_prompt(left, self._most_of_prompt))
+        self._waiting.extendleft([list(left)] if self._is_batch else by_prompt(left, self._most_of_prompt))
         load.held, load.new = [], []
         self._share_out()
 
@@ -367,7 +355,7 @@ class Engines:
     def load(self) -> None:
         """Wait until all are loaded; those that die meanwhile are replaced."""
         assert self._memory.may_start
-        while self.lifecycle.within(State.STARTING, State.DEAD):
+        while any(engine < self._own for engine in self.lifecycle.within(State.STARTING, State.DEAD)):
             self._poll_or_stop()
 
     def _poll_or_stop(self) -> None:
@@ -377,10 +365,11 @@ class Engines:
             Stopped: a signal has arrived, also within a step that is to be finished first: no server may ever come.
         """
         self.poll()
-        if self._is_served and SIGNALS.first:
+        if (self._is_served or self._fleet is not None) and SIGNALS.first:
+            absent = "inference server answered (rollout.urls)" if self._is_served else "engine served"
             raise Stopped(
-                f"stopped by {SIGNALS.first} while no inference server answered (rollout.urls): the steps since "
-                f"the last checkpoint are not saved; {CONTINUES}"
+                f"stopped by {SIGNALS.first} while no {absent}: the steps since the last checkpoint are not saved; "
+                f"{CONTINUES}"
             )
 
     def finish_starts(self) -> None:
@@ -396,6 +385,8 @@ class Engines:
     def poll(self, wait_s: float = time_limits.POLL_INTERVAL_S) -> None:
         """Start the new processes that are due, and note which engines have loaded. Waits a moment for them."""
         SIGNALS.check()
+        if self._fleet is not None:
+            self._fleet.update(self)
         now = time.monotonic()
         for engine in [engine for engine, due in self._due.items() if due <= now and self._may_start(engine)]:
             del self._due[engine]
@@ -410,6 +401,28 @@ class Engines:
                 self._used.add(engine)
             else:
                 self.mark_failed([engine], error)
+
+    def admit(self, engine: int | None, name: str, process: Any, backend: Backend) -> int:
+        """Take in an engine that has joined; return its number.
+
+        Args:
+            engine: the number of one that has left, whose place it takes; None: it takes a new one.
+        """
+        if engine is None:
+            engine = len(self._loads)
+            self._loads.append(_Load([], []))
+            self.group.admit(engine, name, process, backend)
+            self.lifecycle.add()
+        else:
+            self.lifecycle.replace(engine)
+            self.group.admit(engine, name, process, backend)
+        self._loading.begin(engine, "set_version", _NO_WEIGHTS)
+        self._loop.post(self._start_tasks)
+        return engine
+
+    def is_idle(self, engine: int) -> bool:
+        """Return whether no call of the engine runs."""
+        return self._loads[engine].began_at is None
 
     def _may_start(self, engine: int) -> bool:
         return self._memory.may_start and engine not in self.unplaced
@@ -427,7 +440,10 @@ class Engines:
         began = time.monotonic()
         while not self.lifecycle.loaded and not gives_up():
             self._poll_or_stop()
-            if time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
+            if self._fleet is not None:
+                if time.monotonic() - began > 2 * time_limits.FLEET_POLL_S and not self._own:
+                    self._fleet.note_wait()
+            elif time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
                 error = WorkerError("no engine is left, and the cluster has no capacity for one", RESTART_HINT, "node")
                 set_failure_source(error, FailureSource("engine"))
                 raise error
@@ -448,7 +464,7 @@ class Engines:
         Raises:
             Exception: an engine or a rank failed. The others may wait for it without end.
         """
-        receiving = _Receiving(self.group)
+        receiving = Receiving(self.group)
         for engine in engines:
             receiving.begin(engine, "sync_weights", *arguments)
         wait_for_all(receiving.result, sending.result)
@@ -461,10 +477,10 @@ class Engines:
         while True:
             self.load()
             calls = CallFutures(self.group, "heartbeat")
-            for engine in self.lifecycle.loaded:
+            for engine in self.lifecycle.loaded[: self._own]:
                 calls.begin(engine, "")
             placements = self._results(calls)
-            if len(placements) == len(self.group):
+            if len(placements) == self._own:
                 return list(placements.values())
 
     def _results(self, calls: CallFutures) -> dict[int, Any]:
@@ -488,6 +504,8 @@ class Engines:
             Exception: there are to be no more new engines, or a new one does not help.
         """
         lost = self.end(engines)
+        if self._fleet is not None:
+            lost = self._fleet.lose(lost, error)
         if not lost:
             return
         step = INCIDENTS.step
@@ -530,7 +548,8 @@ class Engines:
             self.lifecycle.die(engine)
             self._loading.drop_calls(engine)
             self.group.end(engine)
-            self._due[engine] = time.monotonic()
+            if engine < self._own:
+                self._due[engine] = time.monotonic()
             self._loop.post(self._requeue, engine)
         return ended
 
@@ -539,6 +558,8 @@ class Engines:
         for engine in engines:
             self.lifecycle.refit(engine, version)
             self._record(engine, "replaced the engine")
+            if self._fleet is not None:
+                self._fleet.note_joined(engine)
 
     def shutdown(self) -> None:
         """End the engines. The run has ended, so failures are only logged."""
@@ -576,15 +597,3 @@ def _ending(error: Exception, decision: Decision) -> Exception:
     ending = WorkerError(error.message, RESTART_HINT, "restart_limit")
     set_failure_source(ending, failure_source_of(error) or FailureSource("engine"))
     return ending
-
-
-def _by_prompt(requests: Mapping[int, Request], most: int) -> list[list[int]]:
-    """Return the numbers of requests, those of one prompt together: an engine computes the prompt once.
-
-    Args:
-        most: longest list; a prompt with more completions is cut.
-    """
-    prompts: dict[bytes, list[int]] = {}
-    for number, request in requests.items():
-        prompts.setdefault(request.prompt_token_ids.tobytes(), []).append(number)
-    return [numbers[start : start + most] for numbers in prompts.values() for start in range(0, len(numbers), most)]

@@ -73,6 +73,11 @@ class Lifecycle:
         """The engines that can get weights."""
         return self.within(State.STALE, State.SERVING)
 
+    def add(self) -> None:
+        """One more engine starts."""
+        self._versions.append(None)
+        self._states.append(State.STARTING)
+
     def load(self, engine: int) -> None:
         """Its process has loaded the model."""
         self._move(engine, (State.STARTING,), State.STALE)

@@ -55,10 +55,15 @@ class ServerEngine:
         WorkerError: the server has not answered within `SERVER_ABSENCE_S` (cause `server_absent`).
     """
 
+    named = "rollout.urls: {}"
+    """What messages call a server, by its address."""
+
     def __init__(
         self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, repeats: bool = False, **_: Any
     ):
         self.url = rollout.urls[index].rstrip("/")
+        self._name = self.named.format(self.url)
+        self._later = "+" if rollout.in_flight_updates else ""  # later weights may generate a batch, too
         self._job = job.of_process(index)
         self._client = httpx.Client(
             base_url=self.url,
@@ -80,10 +85,15 @@ class ServerEngine:
         self._shared: SharedDirectory | None = None
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
         self._claim = {"job": asdict(self._job), "needs": {"tokens": tokens, "repeats": repeats}}
-        self._lease = self._wait_for_lease(time_limits.SERVER_ABSENCE_S)
+        self._lease = self._wait_for_lease(self._absence_s)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
+
+    @property
+    def _absence_s(self) -> float:
+        """Longest wait of the constructor for the server."""
+        return time_limits.SERVER_ABSENCE_S
 
     def _wait_for_lease(self, timeout_s: float) -> dict[str, Any]:
         deadline, warned = time.monotonic() + timeout_s, time.monotonic() + time_limits.SERVER_WARNING_S
@@ -158,12 +168,14 @@ class ServerEngine:
         """Send a batch, and queue its completions, or why they do not come. `oldest`: version of the weights now."""
         missing = dict(requests)
         try:
-            for line in self._send(batch, number, requests):
+            for line in self._send(batch, number, requests, oldest):
                 if number != self._batches:
                     return
                 if not line:
                     continue
                 with self._answers():
+                    if line.startswith(b"{"):
+                        raise self._error_of(parse_object(line))
                     completions = protocol.decode_completions(line)
                     for one, completion in completions.items():
                         versions = oldest, self._version
@@ -174,7 +186,7 @@ class ServerEngine:
         except Exception as error:
             self._results.put((number, error))
 
-    def _send(self, batch: object, number: int, requests: Mapping[int, Request]) -> Iterator[bytes]:
+    def _send(self, batch: object, number: int, requests: Mapping[int, Request], oldest: int) -> Iterator[bytes]:
         """Send a batch unless it has been aborted, and yield the lines of the answer.
 
         New weights wait until the server has the batch, and the batch waits until the server has the new weights.
@@ -183,11 +195,10 @@ class ServerEngine:
             body = protocol.encode_requests(requests)
             if len(body) > protocol.LARGEST_BODY:
                 most = f"{protocol.LARGEST_BODY >> 30} GiB"
-                raise UserError(
-                    f"rollout.urls: {self.url} takes {most} of requests at a time; use shorter prompts or more servers"
-                )
+                raise UserError(f"{self._name} takes {most} of requests at a time; use shorter prompts or more servers")
             tokens = sum(request.sampling.max_tokens for request in requests.values())
-            lines = self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens)
+            headers = {**self._headers, protocol.VERSION: f"{oldest}{self._later}"}
+            lines = self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens, headers)
             with self._sending:
                 if number != self._batches:
                     return
@@ -280,7 +291,7 @@ class ServerEngine:
             headers = {**self._headers, "Content-Length": str(size), protocol.BYTES: str(sum(sizes.values()))}
             path = f"{protocol.UPLOAD}/{name}"
             with self._answers(), self._client.stream("PUT", path, content=pieces(name), headers=headers) as response:
-                _read(self._checked(response))
+                read_answer(self._checked(response))
         return sizes
 
     def set_version(self, version: int) -> None:
@@ -325,7 +336,7 @@ class ServerEngine:
         for attempt in range(_ATTEMPTS):
             try:
                 with self._answers(), self._client.stream("POST", path, json=message, headers=headers) as response:
-                    return parse_object(_read(self._checked(response)), shape)
+                    return parse_object(read_answer(self._checked(response)), shape)
             except WorkerError as error:
                 cause = error.__cause__
                 passes = isinstance(cause, httpx.TransportError) and not isinstance(cause, httpx.ReadTimeout)
@@ -334,9 +345,12 @@ class ServerEngine:
                 time.sleep(time_limits.SERVER_RETRY_S)
         raise AssertionError
 
-    def _stream(self, path: str, body: bytes, most: int = _LARGEST_ANSWER) -> Iterator[bytes]:
+    def _stream(
+        self, path: str, body: bytes, most: int = _LARGEST_ANSWER, headers: Mapping[str, str] | None = None
+    ) -> Iterator[bytes]:
         """Post `body`, and yield an empty line once the server has it, then the lines of the answer (`most` bytes)."""
-        with self._answers(), self._client.stream("POST", path, content=body, headers=self._headers) as response:
+        headers = headers or self._headers
+        with self._answers(), self._client.stream("POST", path, content=body, headers=headers) as response:
             self._checked(response)
             yield b""
             rest = bytearray()
@@ -366,7 +380,7 @@ class ServerEngine:
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            sentence = f"rollout.urls: {self.url} is no inference server of this project"
+            sentence = f"{self._name} is no inference server of this project"
             raise UserError(f"{sentence} ({one_line(str(error))})") from error
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
@@ -374,28 +388,30 @@ class ServerEngine:
             return response
         answer: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
-            answer = parse_object(_read(response))
+            answer = parse_object(read_answer(response))
         if "kind" in answer:
             raise self._error_of(answer)
         if response.status_code in (401, 403):
             raise UserError(
-                f"rollout.urls: {self.url} refuses the token of this job; set the environment variable {TOKEN} to that "
+                f"{self._name} refuses the token of this job; set the environment variable {TOKEN} to that "
                 "of the server"
             )
         if response.status_code >= 500:
             raise self._lost(f"HTTP {response.status_code}")
-        raise UserError(f"rollout.urls: {self.url} is no inference server of this project")
+        raise UserError(f"{self._name} is no inference server of this project")
 
     def _error_of(self, answer: Mapping[str, Any]) -> Exception:
         text = one_line(str(answer.get("error", "")))
         match answer["kind"]:
             case protocol.REFUSED:
-                return UserError(f"rollout.urls: {self.url} {text}")
+                return UserError(f"{self._name} {text}")
             case protocol.IN_USE:
                 left_s = answer.get("left_s")
-                return _InUseError(f"rollout.urls: {self.url} {text}", left_s if is_number(left_s) else 0.0)
+                return _InUseError(f"{self._name} {text}", left_s if is_number(left_s) else 0.0)
             case protocol.ABSENT:
                 return _AbsentError(text)
+            case protocol.LEFT:
+                return WorkerError(f"the engine at {self.url} has left", "", protocol.LEFT)
             case _:
                 return self._lost(text)
 
@@ -420,7 +436,7 @@ def leave_servers(urls: Sequence[str], job: Job) -> None:
             )
 
 
-def _read(response: httpx.Response) -> bytes:
+def read_answer(response: httpx.Response) -> bytes:
     """Return the body of a short answer. Raises ValueError if it is longer: a foreign server may send without end."""
     body = b""
     for piece in response.iter_raw():

@@ -28,18 +28,23 @@ if TYPE_CHECKING:
 
 LEASE, RENEW, RELEASE = "/trainer/lease", "/trainer/renew", "/trainer/release"
 GENERATE, WEIGHTS, UPLOAD = "/trainer/generate", "/trainer/weights", "/trainer/upload"
+PROOF = "/trainer/proof"
+"""Where an engine that has joined a job proves that it is the one of the registry. The only path without a token."""
 OWNER, START = "X-Trainer-Owner", "X-Trainer-Start"
 """Headers of every request of a job: its `Job.owner`, and the start of the engine that it has sent weights to."""
 BYTES = "X-Trainer-Bytes"
 """Header of an upload: bytes of all files of these weights."""
+VERSION = "X-Trainer-Version"
+"""Header of a batch: the version of the weights that must generate it, such as `7`; `7+`: it or a later one."""
 LARGEST_BODY = 1 << 32
 """Bytes of the requests of one batch."""
 ALIVE_S = 2.0
 """Between two empty lines of a stream."""
 
-LOST, REFUSED, BUSY, ABSENT, IN_USE = "lost", "refused", "busy", "absent", "in use"
+LOST, REFUSED, BUSY, ABSENT, IN_USE, LEFT = "lost", "refused", "busy", "absent", "in use", "left"
 """Kinds of errors: the engine has lost the weights, or the server another engine; the job must change something;
-the server cannot answer now; the files are on another machine; another job has the server."""
+the server cannot answer now; the files are on another machine; another job has the server; the engine leaves the job,
+and completes nothing any more."""
 
 _STARTS_FILE = "starts.jsonl"
 """File of a run with one line for each start (see `trainer.run.run_metadata`)."""

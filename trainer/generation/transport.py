@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.cluster.worker_groups import CallFutures
+from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
 from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
@@ -23,7 +23,7 @@ from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
-    from trainer.cluster.worker_groups import Cluster, WorkerGroup
+    from trainer.cluster.worker_groups import Cluster
 
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which weights are sent by broadcast and ipc. Two are in memory at a time."""
@@ -49,6 +49,24 @@ class PolicyRanks(Protocol):
     def share_weights(self, dtype: str) -> str: ...
 
     def drop_shared(self) -> None: ...
+
+
+class Receiving(CallFutures):
+    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it."""
+
+    def __init__(self, group: WorkerGroup):
+        super().__init__(group)
+        self.lost: dict[int, Exception] = {}
+
+    def poll(
+        self, timeout_s: float | None = None, check_health: bool = True
+    ) -> list[tuple[int, Any, Exception | None]]:
+        outcomes = super().poll(timeout_s, check_health)
+        failed = {
+            one: error for one, _, error in outcomes if isinstance(error, WorkerError) and error.cause == "server"
+        }
+        self.lost |= failed
+        return [outcome for outcome in outcomes if outcome[0] not in failed]
 
 
 @dataclass(frozen=True)

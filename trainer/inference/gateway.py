@@ -67,6 +67,7 @@ class Gateway:
         self._is_changed = False  # the engine has had weights of a job
         self._lease_of_job = Lease(lease_s, time.monotonic)
         self._weights_of: str | None = None  # the owner whose weights the engine has
+        self.version = -1  # of these weights
         self._calls: set[asyncio.Task[Any]] = set()  # of the job
         self._uploads: SharedDirectory | None = None
         self._loading = asyncio.Lock()
@@ -78,15 +79,19 @@ class Gateway:
         app.router.add_get(STATUS, self._status)
         app.router.add_get(VOCABULARY, self._vocabulary)
         app.router.add_post(SCORE, self._score)
+        self.add_routes_of_jobs(app)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        return app
+
+    def add_routes_of_jobs(self, app: web.Application) -> None:
+        """Add what a job that samples needs."""
         app.router.add_post(protocol.LEASE, self._lease)
         app.router.add_post(protocol.RENEW, self._renew)
         app.router.add_post(protocol.RELEASE, self._release)
         app.router.add_post(protocol.GENERATE, self._generate)
         app.router.add_post(protocol.WEIGHTS, self._weights)
         app.router.add_put(f"{protocol.UPLOAD}/{{name}}", self._upload)
-        app.router.add_route("*", "/{path:.*}", self._forward)
         app.on_cleanup.append(self._clean_up)
-        return app
 
     def begin_engine(self) -> None:
         """Note that a new engine has the weights that the server was started with."""
@@ -196,8 +201,15 @@ class Gateway:
             pass
         if self._check(request) != self._weights_of:
             raise LookupError("it has no weights of this job")
+        self._check_version(request.headers.get(protocol.VERSION, ""))
         with self._call_of_job():
             return await self._pipe(request, protocol.GENERATE, body)
+
+    def _check_version(self, asked: str) -> None:
+        """Check that the engine has the weights that a batch asks for (see `server_protocol.VERSION`)."""
+        number = asked.removesuffix("+")
+        if number.isdecimal() and not (int(number) == self.version or int(number) < self.version and asked != number):
+            raise LookupError(f"it has the weights of version {self.version}, and this batch asks for {asked}")
 
     async def _upload(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -226,10 +238,15 @@ class Gateway:
             raise web.HTTPBadRequest(text=f"no weights: {error!r}") from error
         if order["path"] is not None and not _is_here(order["path"], message.get("files")):
             return web.json_response(error_body(protocol.ABSENT, "the files are on another machine"), status=404)
-        with self._call_of_job(), _cut_on_failure(request):
+        with self._call_of_job():
+            return await self.answer_in_lines(request, self._loaded(owner, order, message.get("files")))
+
+    async def answer_in_lines(self, request: web.Request, lines: AsyncIterator[bytes]) -> web.StreamResponse:
+        """Answer with lines as they come, and with signs of life between them."""
+        with _cut_on_failure(request):
             response = web.StreamResponse()
             await response.prepare(request)
-            async for line in with_signs_of_life(self._loaded(owner, order, message.get("files"))):
+            async for line in with_signs_of_life(lines):
                 await response.write(line)
             return response
 
@@ -265,7 +282,7 @@ class Gateway:
                 return error_body(protocol.LOST, "its engine has failed while it loaded weights")
             job = self._lease_of_job.job
             if not answer and job is not None and job.owner == owner and start == self.backend.start_id:
-                self._weights_of = owner
+                self._weights_of, self.version = owner, order["version"]
             return answer
 
     async def _ask_to_load(self, order: dict[str, Any]) -> dict[str, str] | None:

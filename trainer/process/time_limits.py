@@ -88,6 +88,8 @@ SERVER_POLL_S = 2.0  # between two looks of an inference server at its engine
 SERVER_START_S = 1800.0
 """Time within which the engine of an inference server must have loaded its model, or new weights."""
 SERVER_STOP_S = 10.0  # longest wait until the processes of an engine have ended by themselves
+FLEET_POLL_S = 1.0  # between two looks of a job for engines that join or leave
+FLEET_LEASE_S = 30.0  # time without a renewal after which an engine that has joined counts as gone
 
 # Ranks
 COLLECTIVE_S = 1800.0  # longest time of one collective of ranks, or of ranks and engines, before it fails

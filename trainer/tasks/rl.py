@@ -11,6 +11,7 @@ from trainer.data.datasets import PromptSet, check_files
 from trainer.data.ledger import find_curriculum
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
+from trainer.generation.registry import fleet_token
 from trainer.metrics.timing import Timer
 from trainer.models.checks import check_longest_sequence, check_trained_models
 from trainer.models.files import resolve_model_path
@@ -140,7 +141,9 @@ def _check_without_rewards(cfg: Config) -> None:
 
 
 def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
-    """Refuse a reward, a curriculum, data or a model that cannot be used as the config says."""
+    """Refuse a reward, a curriculum, data or a model that cannot be used as the config says, and a fleet without token."""
+    if cfg.rollout.fleet:
+        fleet_token()
     sources = _sampled_sources(cfg)
     refused = [*find_refusals(cfg, sources, _check_functions), *find_refusals(cfg, sources, _check_data)]
     try:

@@ -1,0 +1,244 @@
+"""The engines that join a running job and leave it: found in the registry, checked, and added to the job's engines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from trainer.cluster.process_cluster import Processes
+from trainer.cluster.thread_cluster import WorkerThread
+from trainer.config import Config
+from trainer.errors import UserError, WorkerError, describe_error, one_line
+from trainer.files.documents import parse_object
+from trainer.generation import server_protocol as protocol
+from trainer.generation.lifecycle import State
+from trainer.generation.registry import Lease, Registry, digest, fleet_token, registry_of, sign
+from trainer.generation.server_engine import ServerEngine, leave_servers, read_answer
+from trainer.generation.server_protocol import Job
+from trainer.process import time_limits
+from trainer.process.failures import INCIDENTS
+
+if TYPE_CHECKING:
+    from trainer.generation.engines import Engines
+
+LOG = logging.getLogger(__name__)
+
+_REMOTE_POLLS = 5  # an object store is looked at so much less often than a disk
+_BACKENDS = Processes()
+
+
+class JoinedEngine(ServerEngine):
+    """An engine that has joined the job. It proves that it is the one of the registry before it gets the token.
+
+    Raises:
+        UserError: something else answers at its address, or it refuses this job.
+        WorkerError: it does not answer.
+    """
+
+    named = "the engine at {}"
+
+    def __init__(self, lease: Lease, token: str, **arguments: Any):
+        check_proof(lease, token)
+        rollout = replace(arguments.pop("rollout"), urls=[lease.address])
+        super().__init__("", rollout=rollout, index=0, **arguments)
+
+    @property
+    def _absence_s(self) -> float:
+        return time_limits.SERVER_WARNING_S
+
+    def abandon(self) -> None:
+        """End the calls that wait for the engine, and its lease of this job. Any thread may call this."""
+        self._ended.set()
+        self._error = self._error or self._lost("this job has given it up")
+        self._results.put((self._batches, self._error))
+        self._client.close()
+
+
+def check_proof(lease: Lease, token: str) -> None:
+    """Check that the engine of the lease is at its address. Nothing secret is sent.
+
+    Raises:
+        UserError: something else is there.
+        WorkerError: nothing is.
+    """
+    nonce, answer = secrets.token_hex(16), {}
+    limits = httpx.Timeout(time_limits.SERVER_CONNECT_S)
+    try:
+        with httpx.stream(
+            "GET", f"{lease.address}{protocol.PROOF}", params={"nonce": nonce}, timeout=limits, trust_env=False
+        ) as response:
+            answer = parse_object(read_answer(response), {"proof": str})
+    except (httpx.TransportError, httpx.StreamError) as error:
+        reason = one_line(str(error)) or type(error).__name__
+        raise WorkerError(f"the engine at {lease.address} does not answer ({reason})", "", "server") from error
+    except (httpx.InvalidURL, ValueError):
+        pass
+    expected = sign(token, protocol.PROOF, nonce, lease.id, lease.address)
+    if not hmac.compare_digest(str(answer.get("proof", "")).encode(errors="replace"), expected.encode()):
+        raise UserError(
+            f"the engine at {lease.address} does not prove that it is the one of its lease: something else answers "
+            "there, or it has another token; nothing was sent to it"
+        )
+
+
+class _Host(WorkerThread):
+    """The thread of a `JoinedEngine`. It ends with the calls that wait for the engine."""
+
+    def kill(self) -> None:
+        super().kill()
+        self._abandon()
+
+    def _serve(self, channel: str, *work: Any) -> None:
+        super()._serve(channel, *work)
+        self._abandon()  # it may have been built after `kill`
+
+    def _abandon(self) -> None:
+        if self._object.done() and self._object.exception() is None:
+            self._object.result().abandon()
+
+
+class Fleet:
+    """The engines that have joined a job, as members of its `Engines`.
+
+    A thread reads the registry. `update` and `lose` are for whoever may call `Engines.poll`.
+
+    Args:
+        device: of engines that join, `cuda` or `cpu`.
+
+    Raises:
+        UserError: the token is missing.
+    """
+
+    def __init__(self, cfg: Config, model_path: str, device: str):
+        token = fleet_token()
+        self._root = registry_of(cfg)
+        self._registry = Registry(self._root, token)
+        architecture = protocol.describe_model(cfg.model, model_path, cfg.longest_sequence)
+        self._kind, self._model = cfg.rollout.engine, digest(architecture)
+        self._registry.write_job({"engine": self._kind, "model": self._model, **_settings(cfg, model_path, device)})
+        self._job = Job.of_run(cfg.trainer.run_dir, architecture)
+        repeats = {"repeats": True} if cfg.trainer.deterministic else {}
+        self._arguments = {"token": token, "rollout": cfg.rollout_of_engines, "job": self._job, **repeats}
+        self._present: dict[str, Lease] = {}
+        self._members: dict[int, Lease] = {}  # by their number among the engines
+        self._vacant: list[int] = []  # numbers of engines that have gone
+        self._absent_until: dict[str, float] = {}
+        self._losses: dict[str, tuple[int, int]] = {}  # the step, and how often it was lost in it
+        self._serving: set[str] = set()  # ids of those that have had weights since they were lost
+        self._waits = False
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="registry", daemon=True).start()
+
+    def _watch(self) -> None:
+        every_s = time_limits.FLEET_POLL_S * (_REMOTE_POLLS if self._registry.is_remote else 1)
+        while not self._ended.wait(every_s):
+            try:
+                leases = self._registry.leases(time.monotonic())
+            except OSError as error:
+                self._registry.warn("", f"the registry of engines cannot be read ({describe_error(error)})")
+            else:
+                self._present = {name: lease for name, lease in leases.items() if self._suits(lease)}
+
+    def _suits(self, lease: Lease) -> bool:
+        problem = None
+        if lease.kind != self._kind:
+            problem = f"is rollout.engine={lease.kind}, and this job has {self._kind}"
+        elif lease.model != self._model:
+            problem = "has another model than this job"
+        if problem is not None:
+            self._registry.warn(lease.id, f"the engine at {lease.address} {problem}; it gets nothing")
+        return problem is None
+
+    def update(self, engines: Engines) -> None:
+        """Add the engines that have joined, and end those that have left."""
+        present, now = self._present, time.monotonic()
+        for number, lease in list(self._members.items()):
+            if lease.id not in present and engines.end([number]) and lease.id in self._serving:
+                self._serving.discard(lease.id)
+                LOG.info("the engine at %s has left; the other engines take its requests", lease.address)
+            if engines.lifecycle[number] is State.DEAD and engines.is_idle(number):
+                del self._members[number]
+                self._vacant.append(number)
+        members = {lease.id for lease in self._members.values()}
+        for name, lease in present.items():
+            if name not in members and self._absent_until.get(name, 0.0) < now:
+                factory = functools.partial(JoinedEngine, lease, **self._arguments)
+                title = f"the engine at {lease.address}"
+                host = _Host(title, factory, (), contextlib.nullcontext())
+                number = engines.admit(self._vacant.pop() if self._vacant else None, title, host, _BACKENDS)
+                self._members[number] = lease
+
+    def lose(self, lost: Iterable[int], error: Exception) -> list[int]:
+        """Note that engines have failed. Those that have joined cost no restart: return the others."""
+        own: list[int] = []
+        for number in lost:
+            if (lease := self._members.get(number)) is None:
+                own.append(number)
+                continue
+            fact = error.message if isinstance(error, WorkerError) else describe_error(error)
+            if isinstance(error, WorkerError) and error.cause == protocol.LEFT:
+                self._absent_until[lease.id] = float("inf")
+                LOG.info("%s; the other engines take its requests", fact)
+            elif isinstance(error, WorkerError) and error.cause == "server":
+                step, count = self._losses.get(lease.id, (INCIDENTS.step, 0))
+                count = count + 1 if step == INCIDENTS.step else 1
+                self._losses[lease.id] = INCIDENTS.step, count
+                delay_s = min(time_limits.RESTART_LONGEST_DELAY_S, time_limits.SERVER_RETRY_S * 2**count)
+                self._absent_until[lease.id] = time.monotonic() + delay_s
+                if lease.id in self._serving:
+                    LOG.warning("%s; the other engines take its requests", fact)
+                else:
+                    self._registry.warn(lease.id, f"{fact}; the job goes on without it")
+            else:
+                self._absent_until[lease.id] = float("inf")
+                LOG.warning("%s; the job does without this engine", fact)
+            self._serving.discard(lease.id)
+        return own
+
+    def note_joined(self, number: int) -> None:
+        """Note that an engine has the current weights for the first time."""
+        self._waits = False
+        lease = self._members.get(number)
+        if lease is not None and lease.id not in self._serving:
+            self._serving.add(lease.id)
+            LOG.info("the engine at %s has joined", lease.address)
+
+    def note_wait(self) -> None:
+        """Say, once, that the run waits for an engine."""
+        if not self._waits:
+            self._waits = True
+            LOG.warning("no engine serves: the run waits until one joins (trainer engine --join %s)", self._root)
+
+    def shutdown(self) -> None:
+        """Let the engines that have joined end: the run has."""
+        self.leave()
+        with contextlib.suppress(OSError):
+            self._registry.clear()
+
+    def leave(self) -> None:
+        """Look for no more engines. Those that have joined wait for the next start of the run."""
+        self._ended.set()
+        leave_servers([lease.address for lease in self._members.values()], self._job)
+
+
+def _settings(cfg: Config, model_path: str, device: str) -> dict[str, Any]:
+    """Return what an engine that joins is built from, as JSON-able values."""
+    return {
+        "model_path": model_path,
+        "rollout": asdict(cfg.rollout_of_engines),
+        "device": device,
+        "seed": cfg.trainer.seed,
+        "deterministic": cfg.trainer.deterministic,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "longest": cfg.longest_sequence,
+    }
