@@ -330,9 +330,6 @@ def join(options: argparse.Namespace) -> None:
         UserError: no job takes engines there, or this machine has not what it needs.
         WorkerError: the engine has failed.
     """
-    SIGNALS.trains = False
-    time_limits.read_environment()
-    show_messages()
     token = fleet_token()
     registry = Registry(options.join.rstrip("/"), token)
     try:
@@ -360,6 +357,9 @@ def main() -> None:
     except UserError as error:
         outcome = outcome_of(error)
     else:
+        SIGNALS.trains = False
+        time_limits.read_environment()
+        show_messages()
         with SIGNALS.listening():
             try:
                 join(options)

@@ -141,7 +141,7 @@ def _check_without_rewards(cfg: Config) -> None:
 
 
 def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
-    """Refuse a reward, a curriculum, data or a model that cannot be used as the config says, and a fleet without token."""
+    """Refuse a reward, a curriculum, data or a model that cannot be used as the config says, or a lack of a token."""
     if cfg.rollout.fleet:
         fleet_token()
     sources = _sampled_sources(cfg)

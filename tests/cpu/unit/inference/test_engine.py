@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import functools
@@ -17,16 +18,18 @@ import httpx
 import pytest
 
 from tests.support.generation import SAMPLED
+from tests.support.jobs import wait_until
 from tests.support.token_engine import TokenEngine
-from trainer.config import RolloutConfig
+from trainer.config import RolloutConfig, compose
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Request, SharedMemory
-from trainer.generation.fleet import JoinedEngine, check_proof
+from trainer.generation.fleet import Fleet, JoinedEngine, check_proof
 from trainer.generation.registry import Lease, Registry
 from trainer.generation.server_protocol import Job
-from trainer.inference.engine import EngineGateway, EngineHost
+from trainer.inference.engine import EngineGateway, EngineHost, join
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process import time_limits
 from trainer.process.model_server import TOKEN as VARIABLE
 from trainer.process.network import listen, start_server
@@ -289,3 +292,59 @@ def test_an_engine_proves_its_own_lease_alone():
     with pytest.raises(WorkerError, match="does not answer"):
         check_proof(running.lease, TOKEN)
     assert asdict(running.lease)["id"] == "one"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1), path)
+    return path
+
+
+@pytest.fixture
+def fleet(tmp_path, model, monkeypatch) -> Iterator[Fleet]:
+    """That of a job in `tmp_path`."""
+    monkeypatch.setattr(time_limits, "FLEET_POLL_S", 0.01)
+    words = (f"trainer.run_dir={tmp_path}", "rollout=transformers", "rollout.fleet=true", f"model.path={model}")
+    one = Fleet(compose(words), model, "cpu")
+    yield one
+    one.shutdown()
+
+
+def options(run: str, host: str = "127.0.0.1") -> argparse.Namespace:
+    return argparse.Namespace(join=run, host=host, port=0, address=None)
+
+
+def test_an_engine_that_cannot_join_is_refused_in_a_sentence(fleet, tmp_path, model, monkeypatch):
+    with pytest.raises(UserError, match="no job takes engines there; start it with rollout.fleet=true first"):
+        join(options(str(tmp_path / "another run")))
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1), model)
+    with pytest.raises(UserError, match=f"{model}: is another model than that of the job {tmp_path}"):
+        join(options(str(tmp_path)))
+    monkeypatch.setenv(VARIABLE, "another token of the test")
+    with pytest.raises(UserError, match=f"job.json: is signed with another {VARIABLE}"):
+        join(options(str(tmp_path)))
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UserError, match=f"rollout.fleet: set the environment variable {VARIABLE} to a secret"):
+        join(options(str(tmp_path)))
+
+
+def test_a_job_names_an_engine_that_is_not_its_own_and_sends_it_nothing(fleet, registry, caplog):
+    job = registry.read_job()
+    own = replace(LEASE, kind="transformers", model=job["model"])
+    registry.write(replace(own, id="kind", kind="vllm"))
+    registry.write(replace(own, id="model", model="another"))
+    registry.write(own)
+    wait_until(lambda: fleet._present == {"one": own} and len(caplog.records) == 2)
+    assert {record.getMessage() for record in caplog.records} == {
+        "the engine at http://127.0.0.1:1 is rollout.engine=vllm, and this job has transformers; it gets nothing",
+        "the engine at http://127.0.0.1:1 has another model than this job; it gets nothing",
+    }
+    fleet.shutdown()
+    with pytest.raises(FileNotFoundError):
+        registry.read_job()
+    assert not registry.leases(0.0), "engines that were killed leave their leases to the job"
