@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,7 @@ from trainer.process.model_server import TOKEN, read_token
 LOG = logging.getLogger(__name__)
 
 _FOLDER, _JOB, _ENGINE = ".engines", "job.json", "engine-"
+_LEASE = re.compile(r"engine-\w+\.json")  # no file that is being written
 _LARGEST = 1 << 20  # bytes of a file
 _SHAPE: dict[Any, Any] = {
     "id": str,
@@ -134,7 +136,7 @@ class Registry:
         Args:
             now: seconds of a monotonic clock.
         """
-        names = [name for name in self._storage.names(_FOLDER) if name.startswith(_ENGINE)]
+        names = [name for name in self._storage.names(_FOLDER) if _LEASE.fullmatch(name)]
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         found: dict[str, Lease] = {}
         for name in names:
