@@ -228,7 +228,8 @@ class Fleet:
     def leave(self) -> None:
         """Look for no more engines. Those that have joined wait for the next start of the run."""
         self._ended.set()
-        leave_servers([lease.address for lease in self._members.values()], self._job)
+        proved = [lease.address for lease in self._members.values() if lease.id in self._serving]
+        leave_servers(proved, self._job)  # the others must not get the token
 
 
 def _settings(cfg: Config, model_path: str, device: str) -> dict[str, Any]:

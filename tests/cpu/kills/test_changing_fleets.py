@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 
 from tests.support.fleets import LIMITS, TOKEN, Crew
-from tests.support.jobs import comparable, left_in_shared_memory, metrics, shared_memory
+from tests.support.jobs import (
+    comparable,
+    left_in_shared_memory,
+    metrics,
+    shared_memory,
+    start_forked_job,
+    wait_until,
+)
 from tests.support.killed_jobs import assert_trained_once, run_until
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process.model_server import TOKEN as VARIABLE
@@ -61,3 +71,29 @@ def test_a_fleet_in_flight_loses_no_prompt_and_trains_none_twice(job, tmp_path):
     crew.wait()
     assert_trained_once(tmp_path / "fleet", log, batch=4, most_stale=2)
     assert crew.killed >= 2 and set(crew.left) == {0}
+
+
+@pytest.mark.release
+@pytest.mark.timeout(900)
+def test_engines_of_vllm_are_replaced_twice(job, tmp_path):
+    """One is killed and one is ended while no other is there: the run waits for the next."""
+    own = ("rollout=vllm", "trainer.num_workers=1", "rollout.max_num_seqs=16", "rollout.max_response_tokens=32")
+    words = {run: [*job(run, *own), "trainer.ckpt_interval=2"] for run in ("fixed", "fleet")}
+    for run, more in (("fixed", ()), ("fleet", FLEET)):
+        started = start_forked_job(*words[run], *more, cwd=tmp_path, log=tmp_path / f"{run}.log")
+        if run == "fleet":
+            wait_until((tmp_path / "fleet/.engines/job.json").exists)
+            crew = Crew(tmp_path / "fleet", every_s=0.0)
+            for step in (1, 2):
+                engine = crew.join()
+                wait_until(lambda step=step: is_logged(tmp_path / "fleet", step))
+                engine.send_signal(signal.SIGKILL if step == 1 else signal.SIGTERM)
+            last = crew.join()
+        assert started.wait(600) == 0, (tmp_path / f"{run}.log").read_text()
+    assert last.wait(60) == 0
+    assert comparable(metrics(tmp_path / "fleet")) == comparable(metrics(tmp_path / "fixed"))
+    assert "the run waits until one joins" in (tmp_path / "fleet.log").read_text()
+
+
+def is_logged(run: Path, step: int) -> bool:
+    return (run / "metrics.jsonl").exists() and metrics(run)[-1]["step"] >= step
