@@ -441,7 +441,7 @@ class Engines:
         while not self.lifecycle.loaded and not gives_up():
             self._poll_or_stop()
             if self._fleet is not None:
-                if time.monotonic() - began > 2 * time_limits.FLEET_POLL_S and not self._own:
+                if time.monotonic() - began > (time_limits.CAPACITY_WAIT_S if self._own else time_limits.FLEET_POLL_S):
                     self._fleet.note_wait()
             elif time.monotonic() - began > time_limits.CAPACITY_WAIT_S and not self._has_capacity():
                 error = WorkerError("no engine is left, and the cluster has no capacity for one", RESTART_HINT, "node")

@@ -227,6 +227,8 @@ class Fleet:
 
     def leave(self) -> None:
         """Look for no more engines. Those that have joined wait for the next start of the run."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         proved = [lease.address for lease in self._members.values() if lease.id in self._serving]
         leave_servers(proved, self._job)  # the others must not get the token

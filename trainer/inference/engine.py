@@ -273,8 +273,6 @@ async def _serve(options: argparse.Namespace, registry: Registry, job: Mapping[s
         runner = await start_server(gateway.application(), listener)
         try:
             await _take_part(registry, lease, gateway)
-        except Stopped:
-            LOG.info("left the job %s", options.join)
         finally:
             host.leave()
             with contextlib.suppress(OSError):
@@ -340,7 +338,10 @@ def join(options: argparse.Namespace) -> None:
         ) from error
     if options.address is None and options.host in _EVERYWHERE and is_loopback(_address_of(options.host, 0)[7:-2]):
         raise UserError(f"--host {options.host}: this machine's name is no address for others; give --address URL")
-    asyncio.run(_serve(options, registry, job, token))
+    try:
+        asyncio.run(_serve(options, registry, job, token))
+    except Stopped:
+        LOG.info("left the job %s", options.join)
 
 
 def main() -> None:

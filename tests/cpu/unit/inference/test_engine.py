@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.buckets import make_bucket, use_s3
 from tests.support.generation import SAMPLED
 from tests.support.jobs import wait_until
 from tests.support.token_engine import TokenEngine
@@ -83,6 +84,21 @@ def test_a_lease_that_is_not_renewed_ends(registry, monkeypatch):
     assert not registry.leases(26.0)
     registry.write(replace(LEASE, time=3.0))  # it was only slow
     assert registry.leases(27.0)
+
+
+def test_a_registry_may_be_in_an_object_store(s3_url, monkeypatch):
+    use_s3(monkeypatch, s3_url)
+    one = Registry(f"{make_bucket('fleets')}/run", TOKEN)
+    with pytest.raises(FileNotFoundError):
+        one.read_job()
+    one.write_job({"engine": "vllm"})
+    one.write(LEASE)
+    assert one.read_job() == {"engine": "vllm"} and one.leases(0.0) == {"one": LEASE}
+    one.remove("one")
+    assert one.leases(0.0) == {}
+    one.clear()
+    with pytest.raises(FileNotFoundError):
+        one.read_job()
 
 
 def test_what_a_job_says_needs_the_token(registry, tmp_path):
