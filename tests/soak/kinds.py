@@ -154,6 +154,7 @@ KINDS = {
             "algorithm.advantage_estimator=rae",
             "environment.name=tests.support.environments:Duel",
             "+environment.kwargs.is_hashed=true",
+            *("data=files", "data.train_files=[{scene}/games.jsonl]"),
             "environment.timeout_s=20",
             "rollout.max_prompt_tokens=64",
             "trainer.val_interval=-1",

@@ -55,6 +55,8 @@ class Scene:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
         build_tiny(TinyShape(**sizes, head_dim=32), str(self.model))
         build_tiny(TinyShape(**sizes, head_dim=16), str(self.directory / "teacher"))
+        games = [{"prompt": f"p{i}", "turns": 3, "stops": False} for i in range(10)]
+        (self.directory / "games.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
         pairs = [{"prompt": f"{i}?", "chosen": f"{i * 7}!", "rejected": "no" * (i % 3 + 1)} for i in range(10)]
         (self.directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         self._s3, google = (self._stack.enter_context(server()) for server in (s3_server, gcs_server))
