@@ -225,9 +225,11 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
         files: patterns of the files to download.
 
     Raises:
-        UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).
+        UserError: neither exists, it holds an adapter, or a file of the model cannot be used (see
+            `check_model_files`).
     """
     if os.path.isdir(path):
+        _refuse_adapter(path, path, key)
         if not os.path.exists(os.path.join(path, "config.json")):
             below = ("*", "*/*", "exports/global_step_*/policy")
             found = [glob.glob(f"{glob.escape(path)}/{directory}/config.json") for directory in below]
@@ -254,8 +256,18 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
             f"{key}={path}{at}: {why_missing(error)}; name a directory with a Hugging Face model, or the id of one of "
             "the Hub"
         ) from error
+    _refuse_adapter(snapshot, path, key)
     check_model_files(snapshot, key)
     return snapshot
+
+
+def _refuse_adapter(directory: str, path: str, key: str) -> None:
+    """Refuse an adapter, alone or beside a model: transformers would apply it, and the weights that it saves whole."""
+    if os.path.exists(os.path.join(directory, ADAPTER_CONFIG)):
+        raise UserError(
+            f"{key}={path}: has an adapter ({ADAPTER_CONFIG}), which would not be applied; merge it (merge_and_unload "
+            "of peft), and name the merged model, without that file"
+        )
 
 
 def cache_directory(model: ModelConfig) -> str:

@@ -7,13 +7,14 @@ import json
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.runs import configured
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, compose
 from trainer.errors import UserError
 from trainer.models.checks import check_trained_models
 from trainer.models.export import config_changes
@@ -41,6 +42,27 @@ def test_a_checkpoint_is_refused_with_the_command_that_exports_it(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match=f"trainer checkpoint export {tmp_path} DIRECTORY"):
         resolve_model_path(str(tmp_path))
+
+
+@pytest.mark.parametrize("is_beside_its_base", [False, True])
+def test_an_adapter_is_refused_whose_whole_weights_would_be_left_out(tmp_path, is_beside_its_base):
+    """transformers reads other weights from the directory than those of its model.safetensors."""
+    build_tiny(TinyShape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, head_dim=16), str(tmp_path))
+    base, adapted = tmp_path, tmp_path / "adapted"
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]),
+    )
+    model.base_model.model.model.norm.weight.data.fill_(3.0)
+    model.save_pretrained(base if is_beside_its_base else adapted)
+    path = str(base if is_beside_its_base else adapted)
+    read = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert any(parameter.min() == 3 for parameter in read.parameters())
+    for key in ("model.path", "algorithm.teacher.path"):
+        with pytest.raises(UserError, match=f"^{key}={path}: has an adapter .adapter_config.json., which would not be"):
+            resolve_model_path(path, key)
+    with pytest.raises(UserError, match="modules_to_save: no such key; valid are trainer.policy.lora.rank"):
+        compose(["trainer.policy.lora.rank=2", "trainer.policy.lora.modules_to_save=[norm]"])
 
 
 @pytest.mark.parametrize(
