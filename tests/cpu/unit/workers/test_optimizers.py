@@ -19,10 +19,11 @@ from tests.support.architectures import ALL, CONVERTED, SHAPE, random_model
 from tests.support.pages import commands_of_page, load_page
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
-from tests.support.training import config
+from tests.support.training import GROUPS, config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, OptimizerConfig, compose
 from trainer.errors import UserError
+from trainer.models.tiny import TinyShape, build_tiny
 from trainer.objectives.optimizer_check import check_optimizers
 from trainer.workers.muon import muon_matrices, newton_schulz
 from trainer.workers.optimizers import Optimizers
@@ -30,6 +31,7 @@ from trainer.workers.rank import Rank
 
 MODELS = {
     "qwen3": Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}),
+    "fewer rows than ranks": Qwen3Config(**{**SHAPE, "head_dim": 2, "num_key_value_heads": 1}),
     "phi3": Phi3Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16),
     "gpt_oss": CONVERTED["gpt_oss"],
@@ -134,6 +136,37 @@ def test_muon_is_its_formula_on_any_number_of_ranks_and_leaves_the_rest_to_adamw
             np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6, err_msg=f"{layout} {name}")
         orthogonalised |= {name.split(".")[-2] if not is_expert else end} if is_muon else set()
     assert {"o_proj", "down_proj"} <= orthogonalised and "embed_tokens" not in orthogonalised
+
+
+def step_with_clipped_gradients(rank: Rank, path: str) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """The gradient norm, and by matrix the change and the momentum after one step without and one with a clip."""
+    found = []
+    for rank.cfg.trainer.policy.optimizer.max_grad_norm in (0.0, 1e-3):
+        rank.build(roles(rank.cfg, ["policy"]), path)
+        worker = rank.roles["policy"]
+        matrices = {m.name: m.parameter for m in muon_matrices(worker.module)}
+        before = {name: p.detach().full_tensor().clone() for name, p in matrices.items()}
+        norm = update(rank, "policy", make_batch(), 1)["grad_norm"]
+        changes = {name: p.detach().full_tensor() - before[name] for name, p in matrices.items()}
+        state = worker.optimizers.all[0].state
+        momenta = {f"{name} momentum": state[p]["momentum_buffer"].full_tensor() for name, p in matrices.items()}
+        found.append((norm, changes | momenta))
+    return found
+
+
+def test_gradients_are_clipped_before_they_are_orthogonalised(tmp_path):
+    """Then the length of a step does not depend on the clip, and the momentum does."""
+    build_tiny(TinyShape(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, head_dim=16), str(tmp_path))
+    cfg = with_optimizer("muon")
+    cfg.trainer.mini_batch_size = GROUPS
+    (norm, free), (_, clipped) = run_ranks(2, step_with_clipped_gradients, str(tmp_path), cfg=cfg)[0]
+    assert norm > 1e-2 and len(free) == 2 * 7
+    for name, tensor in free.items():
+        scale = 1e-3 / norm if name.endswith("momentum") else 1.0
+        assert tensor.abs().max() > 0
+        torch.testing.assert_close(
+            clipped[name], scale * tensor, rtol=1e-3, atol=1e-5 * scale * float(tensor.abs().max())
+        )
 
 
 def test_queries_that_hold_gates_and_latent_projections_stay_on_adamw():
