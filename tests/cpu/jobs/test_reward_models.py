@@ -48,3 +48,26 @@ def test_a_trained_reward_model_is_saved_exported_and_read(tmp_path):
     model, report = AutoModelForSequenceClassification.from_pretrained(exported, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and model.score.weight.abs().sum() > 0
     assert type(load_checkpoint(checkpoint).model()) is type(model)
+
+
+def test_the_presets_over_pairs_train_a_small_model_of_their_family(tmp_path):
+    """On chats as those of UltraFeedback have them. Rewards are 0 first, and the pairs are learnt then."""
+    build_tiny(TinyShape(**SIZE), str(tmp_path / "model"))
+    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i * 7}!"}] for i in range(8)]
+    worse = [[chat[0], {"role": "assistant", "content": "no" * (i % 3 + 1)}] for i, chat in enumerate(chats)]
+    rows = [{"chosen": chat, "rejected": bad, "score_chosen": 7.0} for chat, bad in zip(chats, worse, strict=True)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for task in ("dpo", "rm"):
+        job = [task, f"experiment={task}_qwen3_0.6b", f"model.path={tmp_path}/model", "data.train_files=[pairs.jsonl]",
+               "data.val_files=[pairs.jsonl]", "trainer.train_batch_size=8", "trainer.mini_batch_size=8",
+               "trainer.total_steps=3", "trainer.val_interval=3", "trainer.policy.optimizer.lr=1e-2",
+               "trainer.device=cpu", "trainer.ray_address=processes"]  # fmt: skip
+        done = run_forked("trainer", job, tmp_path, environment(), 300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = tmp_path / f"outputs/{task}_qwen3_0.6b"
+        before, *_, last = metrics(run)
+        assert last["val/rewards/accuracies"] == 1 and last["val/loss"] < before["policy/loss"] == pytest.approx(
+            math.log(2)
+        )
+        assert (last["step"], last["progress/samples"]) == (3, 48)
+        assert json.loads((run / "exports/global_step_3/policy/config.json").read_text())["model_type"] == "qwen3"
