@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -110,6 +111,15 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what a clock measured."""
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "journal/"))} for row in rows]
+
+
+def assert_close(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Check that metrics are equal but for the order of float32 sums, as on another number of ranks."""
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for ours, theirs in zip(comparable(rows), comparable(others), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert math.isclose(ours[name], value, rel_tol=1e-3, abs_tol=1e-5), (ours["step"], name, ours[name], value)
 
 
 def family(pid: int) -> list[psutil.Process]:

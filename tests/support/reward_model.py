@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tests.support.preferences import TASK as PREFERENCE
 from tests.support.preferences import Preference
@@ -25,6 +28,15 @@ def roles(cfg: Config) -> tuple[RoleSpec, ...]:
     """The reward model is in the directory `judge` beside that of the policy."""
     path = os.path.join(os.path.dirname(cfg.model.path), "judge")
     return *policy_gradient_roles(cfg), RoleSpec("judge", path, SCORE, path_key="judge")
+
+
+def add_score_head(path: Path, scale: float = 1.0) -> None:
+    """Make a reward model of the tiny model in a directory."""
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    head = scale * torch.randn(1, config["hidden_size"], generator=torch.Generator().manual_seed(1))
+    save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def scorer(given: Ingredients) -> RankScorer:

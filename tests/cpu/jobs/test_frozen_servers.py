@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.support.inference import ROLLOUT, TOKEN, Server, engine
+from tests.support.reward_model import add_score_head
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_weights
 from trainer.models.tiny import TinyShape, build_tiny
@@ -32,11 +31,7 @@ def build(path: Path) -> Path:
 
 def test_a_reward_model_gives_its_raw_score_and_no_text(tmp_path, monkeypatch):
     path = build(tmp_path / "judge")
-    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
-    head = 9 * torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
-    save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})
-    config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-    (path / "config.json").write_text(json.dumps(config))
+    add_score_head(path, scale=9)
     monkeypatch.setenv(VARIABLE, TOKEN)
     judge = AutoModelForSequenceClassification.from_pretrained(path)
     with Server(tmp_path / "log", f"model.path={path}", *ROLLOUT, token=TOKEN) as server:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import comparable, metrics
+from tests.support.evaluations import evaluate, validation_of
+from tests.support.jobs import assert_close, comparable, metrics, run_forked_job, start_forked_job, wait_until
 from tests.support.killed_jobs import run_until
+from tests.support.pages import commands_of_page, files_of_page
 from tests.support.preferences import TASK
+from tests.support.reward_model import add_score_head
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.reports.compare import compare_runs
 from trainer.reports.diagnose import diagnose
@@ -94,6 +97,64 @@ def test_distillation_with_muon_ends_as_if_never_killed(tmp_path):
     assert run_until(tmp_path / "killed.log", *killed)
     assert "resume verified: 1 replayed step" in (tmp_path / "killed.log").read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_the_programs_of_the_pages_train_and_end_as_if_never_killed(tmp_path):
+    """An optimizer, a KL to two teachers and a process reward model, as the pages have them, in one run."""
+    models = ("policy", "first", "second", "judge")
+    for seed, name in enumerate(models):
+        build(tmp_path / name, seed)
+    add_score_head(tmp_path / "judge")
+    pages = {"optimizers": "lion:Lion", "distillation": "two_teachers:TASK", "extending": "steps:TASK"}
+    words: list[str] = []
+    for page, word in pages.items():
+        files_of_page(f"docs/{page}.md", tmp_path)
+        command = commands_of_page(f"docs/{page}.md", word).replace("\\\n", "")
+        words += next(line for line in command.splitlines() if word in line).split()[2:]
+    for file in ("two_teachers.py", "steps.py"):
+        code = (tmp_path / file).read_text()
+        assert "/models/" in code
+        (tmp_path / file).write_text(code.replace("/models", str(tmp_path)))
+    (tmp_path / "both.py").write_text(
+        "import dataclasses, steps, two_teachers\n"
+        "TASK = dataclasses.replace(steps.TASK, roles=lambda cfg: (*steps.roles(cfg), *two_teachers.TEACHERS))\n"
+    )
+    words = [word for word in words if not word.startswith(("trainer.task=", "reward.name="))]
+    words += ["trainer.task=both:TASK", "model.path=policy", "trainer.resume_mode=latest", *SHORT]
+    assert run_forked_job(*words, "trainer.run_dir=whole", cwd=tmp_path).returncode == 0
+    assert len({row["policy/teachers_kl"] for row in metrics(tmp_path / "whole")}) == STEPS
+    env, saved = {"TRAINER_FAILPOINT": f"logged,3,{tmp_path}/reached"}, tmp_path / "killed/checkpoints/global_step_2"
+    job = start_forked_job(*words, "trainer.run_dir=killed", cwd=tmp_path, env=env, log=tmp_path / "log")
+    wait_until(lambda: job.poll() is not None or (tmp_path / "reached").exists() and saved.exists())
+    assert job.poll() is None, (tmp_path / "log").read_text()
+    job.kill_group()
+    job.wait()
+    done = run_forked_job(*words, "trainer.run_dir=killed", cwd=tmp_path)
+    assert done.returncode == 0 and "resume verified: " in done.stdout and "Lion trains model.embed" in done.stdout
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_student_of_several_teachers_continues_on_another_number_of_ranks(tmp_path):
+    """Each teacher reads the rows of its source. An evaluation of the student has the numbers of the run's own."""
+    paths = [tmp_path / name for name in ("model", "a", "b")]
+    for seed, path in enumerate(paths):
+        build(path, seed)
+    rows = "".join(json.dumps({"prompt": f"{i}?", "answer": "x"}) + "\n" for i in range(8))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    sources = [f"+data.mix.{name}.files=[{tmp_path}/rows.jsonl]" for name in ("math", "code")]
+    base = ("algorithm=opd", "algorithm.policy_loss=clip", f"model.path={paths[0]}", "data=files", *sources, *SHORT,
+            "data.train_size=-1",
+            f"algorithm.teacher.path={{math:{paths[1]},code:{paths[2]}}}", f"data.val_files=[{tmp_path}/rows.jsonl]",
+            f"trainer.val_interval={STEPS}", "reward.name=tests.support.hashed_reward:hashed")  # fmt: skip
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base, "trainer.num_workers=2")
+    whole = metrics(tmp_path / "whole")
+    assert len({row["policy/teacher_kl"] for row in whole[1:]} - {0.0}) == STEPS
+    killed = (f"trainer.run_dir={tmp_path}/killed", *base)
+    kill_at_step_3(tmp_path / "killed", *killed, "trainer.num_workers=2")
+    assert run_until(tmp_path / "killed.log", *killed)
+    assert_close(metrics(tmp_path / "killed"), whole)
+    evaluated = evaluate(tmp_path / "killed", cwd=tmp_path)["metrics"]
+    assert evaluated == validation_of(tmp_path / "killed", STEPS) and evaluated
 
 
 def test_a_loss_that_reads_a_teacher_ends_as_if_never_killed(tmp_path):

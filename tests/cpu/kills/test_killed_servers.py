@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.jobs import comparable, metrics
 from tests.support.killed_jobs import run_until
 from tests.support.model_server import FrozenModel
+from tests.support.reward_model import add_score_head
 from trainer.models.tiny import TinyShape, build_tiny
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -23,11 +22,7 @@ SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads"
 def build(path: Path, seed: int = 0, has_score: bool = False) -> Path:
     build_tiny(TinyShape(**SIZE, num_kv_heads=1, seed=seed), str(path))
     if has_score:
-        file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
-        head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
-        save_file({**load_file(file), "score.weight": head}, file, metadata={"format": "pt"})
-        config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-        (path / "config.json").write_text(json.dumps(config))
+        add_score_head(path)
     return path
 
 
