@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.buckets import make_bucket, s3_server, use_s3
-from tests.support.jobs import comparable, metrics
+from tests.support.evaluations import evaluate, validation_of
+from tests.support.jobs import assert_close, comparable, metrics
 from tests.support.killed_jobs import STEPS, TRAIN_SIZE, run_killed, run_until
+from tests.support.runs import rollouts_of
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.seeding import permutation
 
@@ -156,34 +158,49 @@ def test_steps_come_back_as_they_were_even_if_environments_answer_differently_ea
         assert max(rows) == STEPS and "groups came from the journal and 0 were generated" in log.read_text()
 
 
-@pytest.mark.parametrize("ranks, lora", [(1, ()), (2, ("trainer.policy.lora.rank=4",))], ids=["one", "adapters"])
-def test_self_play_that_is_killed_inside_a_game_ends_as_if_never_killed(model, tmp_path, ranks, lora):
-    """In the third step, when the averages of the players and their games come from a checkpoint and the journal."""
+@pytest.mark.parametrize(
+    "ranks, words",
+    [(1, ("algorithm.policy_loss=clip",)), (2, ("trainer.policy.lora.rank=4",))],
+    ids=["one", "adapters"],
+)
+def test_self_play_that_is_killed_inside_a_game_ends_as_if_never_killed(model, tmp_path, ranks, words):
+    """In the third step, when the averages of the players and their games come from a checkpoint and the journal.
+
+    It also continues on another number of ranks, and an evaluation of it has the numbers of its own.
+    """
     stops = int(permutation(TRAIN_SIZE, 1, "epoch", 0)[9])
     rows = [{"prompt": f"p{i}", "turns": 3, "stops": i == stops} for i in range(TRAIN_SIZE)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    base = ("algorithm=grpo", "algorithm.advantage_estimator=rae", f"model.path={model}", *lora,
+    base = ("algorithm=grpo", "algorithm.advantage_estimator=rae", f"model.path={model}", *words,
             f"trainer.num_workers={ranks}", "trainer.seed=1", "data=files", "data.train_files=[rows.jsonl]",
             "data.train_size=-1", "environment.name=tests.support.environments:Duel",
             "+environment.kwargs.is_hashed=true", "rollout.max_prompt_tokens=64",
-            "logger.save_rollouts=true", "trainer.val_interval=-1")  # fmt: skip
+            "logger.save_rollouts=true", "data.val_files=[rows.jsonl]", "data.val_size=2",
+            f"trainer.val_interval={STEPS}")  # fmt: skip
     assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
     stopped, saved = tmp_path / "stopped", tmp_path / "killed/checkpoints/global_step_2"
     job = (*base, f"trainer.run_dir={tmp_path}/killed", f"+environment.kwargs.stops={stopped}")
     assert not run_until(tmp_path / "killed.log", *job, kill_when=lambda _: stopped.exists() and saved.exists())
+    shutil.copytree(tmp_path / "killed", tmp_path / "other")
     assert run_until(tmp_path / "killed.log", *job)
     whole = metrics(tmp_path / "whole")
     assert comparable(metrics(tmp_path / "killed")) == comparable(whole)
-    assert {"player/x/reward/mean", "player/o/baseline"} <= whole[0].keys() and whole[-1]["player/x/baseline"] > 0.1
+    assert {"player/x/reward/mean", "player/o/baseline"} <= whole[1].keys() and whole[-1]["player/x/baseline"] > 0.1
     assert whole[-1]["progress/prompts"] == 4 * STEPS
     for name in (f"exports/global_step_{STEPS}/policy/model.safetensors", "rollouts/step_3.arrow"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     state = json.loads((tmp_path / f"killed/checkpoints/global_step_{STEPS}/trainer_state.json").read_text())
     assert state["player_baselines"]["x"] == whole[-1]["player/x/baseline"]
+    if ranks == 1:  # without noise, which is drawn on each rank
+        other = (*job, f"trainer.run_dir={tmp_path}/other", "trainer.num_workers=2")
+        assert run_until(tmp_path / "other.log", *other)
+        assert_close(metrics(tmp_path / "other"), whole)
+        evaluated = evaluate(tmp_path / "killed", cwd=tmp_path)["metrics"]
+        assert evaluated == validation_of(tmp_path / "whole", STEPS) and "val/player/x/reward/mean" in evaluated
 
 
 def test_recorded_rollouts_are_replayed_as_if_never_killed(model, tmp_path):
-    """Half of each step, from another run; each of its 8 groups comes once an epoch."""
+    """Half of each step, from another run; each of its 8 groups comes once an epoch, also with updates in flight."""
     base = ("algorithm=grpo", f"model.path={model}", "data.train_size=-1", "data.mix.words.synthetic=reverse_text",
             "data.mix.words.size=12", "trainer.val_interval=-1", "logger.save_rollouts=true")  # fmt: skip
     assert run_until(tmp_path / "first.log", f"trainer.run_dir={tmp_path}/first", *base, "trainer.total_steps=2")
@@ -197,3 +214,15 @@ def test_recorded_rollouts_are_replayed_as_if_never_killed(model, tmp_path):
     assert comparable(metrics(tmp_path / "killed")) == comparable(rows)
     for name in (f"exports/global_step_{STEPS}/policy/model.safetensors", f"rollouts/step_{STEPS}.arrow"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+    flying = (f"trainer.run_dir={tmp_path}/flying", *replay, *ENGINE, "rollout.in_flight_updates=true")
+    reached = tmp_path / "reached in flight"
+    env = {"TRAINER_FAILPOINT": f"in_flight:taken,3,{reached}"}
+    assert not run_until(tmp_path / "flying.log", *flying, env=env, kill_when=lambda _: reached.exists())
+    assert run_until(tmp_path / "flying.log", *flying)
+    rows = metrics(tmp_path / "flying")
+    assert {row["rollout/replayed_frac"] for row in rows} == {0.5} and rows[-1]["data/old/epoch"] == 2 * STEPS / 8
+    episodes = [row for step in range(1, STEPS + 1) for row in rollouts_of(tmp_path / "flying", step)]
+    uids = [row["uid"] for row in episodes if row["uid"].startswith("old:")]
+    assert len(uids) == len({*uids}) == len(episodes) / 2 == 2 * 2 * STEPS
+    assert {tuple(uid.split(":")[1:3]) for uid in uids[:16]} == {("0", str(i)) for i in range(8)}, "one was passed over"
