@@ -225,8 +225,7 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
         files: patterns of the files to download.
 
     Raises:
-        UserError: neither exists, it holds an adapter, or a file of the model cannot be used (see
-            `check_model_files`).
+        UserError: neither exists, it has an adapter, or one of its files cannot be used (see `check_model_files`).
     """
     if os.path.isdir(path):
         _refuse_adapter(path, path, key)
@@ -264,10 +263,8 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
 def _refuse_adapter(directory: str, path: str, key: str) -> None:
     """Refuse an adapter, alone or beside a model: transformers would apply it, and the weights that it saves whole."""
     if os.path.exists(os.path.join(directory, ADAPTER_CONFIG)):
-        raise UserError(
-            f"{key}={path}: has an adapter ({ADAPTER_CONFIG}), which would not be applied; merge it (merge_and_unload "
-            "of peft), and name the merged model, without that file"
-        )
+        problem = f"has an adapter ({ADAPTER_CONFIG}), which would not be applied"
+        raise UserError(f"{key}={path}: {problem}; merge it (peft: merge_and_unload), and name the merged model")
 
 
 def cache_directory(model: ModelConfig) -> str:
