@@ -298,7 +298,9 @@ def test_make_bench_runs_every_benchmark_that_needs_no_gpu():
     """Benchmarks are the modules with a command line, without the job of the peer, which two of them start."""
     named = re.search(r"^BENCH \?= (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
     runnable = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
-    assert sorted(named) == sorted(runnable - {"gpu", "gpu_plan", "learning", "learning_tool", "trl_job"})
+    assert sorted(named) == sorted(
+        runnable - {"gpu", "gpu_plan", "learning", "learning_kinds", "learning_tool", "trl_job"}
+    )
 
 
 def test_every_make_target_in_the_readme_exists():

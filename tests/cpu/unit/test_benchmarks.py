@@ -22,6 +22,7 @@ from benchmarks import (
     driver_scale,
     journal,
     learning,
+    learning_kinds,
     learning_tool,
     plan,
     recovery,
@@ -85,6 +86,8 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
         yield "learning", partial(learning.Job(preset, steps_ahead, 1).run, 40, [])
     for words in learning_tool.jobs([1]).values():
         yield "learning_tool", partial(learning_tool.run, overrides=words)
+    for number in range(7):
+        yield "learning_kinds", partial(train_kind, number)
     for words in ((), ("rollout.journal=false",)):
         yield "recovery", lambda directory, words=words: recovery.run(directory, 3, 1.0, *words)
     for words in recovery.TRAJECTORIES.values():
@@ -101,6 +104,13 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
     for words in warm_servers.ways("http://127.0.0.1:8000").values():
         given = [*warm_servers.COMMON, "trainer.resume_mode=latest", "trainer.ray_address=processes", *words]
         yield "warm_servers", lambda _, given=given: warm_servers.start(given).wait()
+
+
+def train_kind(number: int, directory: str) -> None:
+    bench, rollouts = learning_kinds.Benchmark(directory), Path(directory) / "rollouts"
+    rollouts.mkdir()
+    (rollouts / "step_1.arrow").touch()
+    bench.train(learning_kinds.kinds(bench, "/start", "/teacher", "/player", directory, 1)[number], "job", 1)
 
 
 @pytest.fixture
