@@ -206,6 +206,7 @@ def kinds(bench: Benchmark, start: str, teacher: str, player: str, recorded: str
     return [
         Kind("distillation", "rl", start, rl(*WORDS, "algorithm=opd", *taught)),
         Kind("dpo", "dpo", start, [*on_pairs, "trainer.policy.optimizer.lr=1e-4", "dpo.sft_coef=0.1"]),
+        Kind("dpo sft", "dpo", start, [*on_pairs, "trainer.policy.optimizer.lr=1e-4", "dpo.sft_coef=1"]),
         Kind("rm", "rm", start, [*on_pairs, *held_out_pairs, "trainer.policy.optimizer.lr=3e-4"], RM_STEPS, None),
         Kind("ppo", "rl", start, rl(*WORDS, "algorithm=ppo", "trainer.critic.optimizer.lr=1e-3", *reward)),
         Kind("without replay", "rl", start, rl(*mix)),

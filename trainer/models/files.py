@@ -225,10 +225,9 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
         files: patterns of the files to download.
 
     Raises:
-        UserError: neither exists, it has an adapter, or one of its files cannot be used (see `check_model_files`).
+        UserError: neither exists, or a file of the model cannot be used (see `check_model_files`).
     """
     if os.path.isdir(path):
-        _refuse_adapter(path, path, key)
         if not os.path.exists(os.path.join(path, "config.json")):
             below = ("*", "*/*", "exports/global_step_*/policy")
             found = [glob.glob(f"{glob.escape(path)}/{directory}/config.json") for directory in below]
@@ -255,16 +254,8 @@ def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = 
             f"{key}={path}{at}: {why_missing(error)}; name a directory with a Hugging Face model, or the id of one of "
             "the Hub"
         ) from error
-    _refuse_adapter(snapshot, path, key)
     check_model_files(snapshot, key)
     return snapshot
-
-
-def _refuse_adapter(directory: str, path: str, key: str) -> None:
-    """Refuse an adapter, alone or beside a model: transformers would apply it, and the weights that it saves whole."""
-    if os.path.exists(os.path.join(directory, ADAPTER_CONFIG)):
-        problem = f"has an adapter ({ADAPTER_CONFIG}), which would not be applied"
-        raise UserError(f"{key}={path}: {problem}; merge it (peft: merge_and_unload), and name the merged model")
 
 
 def cache_directory(model: ModelConfig) -> str:
@@ -431,8 +422,11 @@ def check_model_files(path: str, key: str) -> None:
 
     Raises:
         UserError: a file is no regular file, or has a header that cannot be true; or an index names a file outside of
-            the directory.
+            the directory; or there is an adapter, which transformers would apply, with the weights that it saves whole.
     """
+    if os.path.exists(os.path.join(path, ADAPTER_CONFIG)):
+        problem = f"has an adapter ({ADAPTER_CONFIG}), which would not be applied"
+        raise UserError(f"{key}={path}: {problem}; merge it (peft: merge_and_unload), and name the merged model")
     for name in sorted(os.listdir(path)):
         if name.endswith(_READ):
             _check_once(path, name, key)

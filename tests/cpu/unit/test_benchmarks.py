@@ -86,7 +86,7 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
         yield "learning", partial(learning.Job(preset, steps_ahead, 1).run, 40, [])
     for words in learning_tool.jobs([1]).values():
         yield "learning_tool", partial(learning_tool.run, overrides=words)
-    for number in range(7):
+    for number in range(8):
         yield "learning_kinds", partial(train_kind, number)
     for words in ((), ("rollout.journal=false",)):
         yield "recovery", lambda directory, words=words: recovery.run(directory, 3, 1.0, *words)
