@@ -22,6 +22,7 @@ _MODULES = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
+    "tests.support.vllm_registry",
 )
 
 
