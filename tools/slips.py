@@ -11,11 +11,13 @@ is no longer in the code: then give it a new place.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -322,16 +324,27 @@ def is_noticed(slip: Slip, checkout: Path) -> bool:
     text = file.read_text()
     if text.count(slip.right) != 1:
         raise ValueError(f"trainer/{slip.file} has {text.count(slip.right)} times {slip.right!r}")
-    file.write_text(text.replace(slip.right, slip.wrong))
+    write(file, text.replace(slip.right, slip.wrong))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/cpu/{slip.tests}"]
-    env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each run would compile all tests and the code again
     try:
         done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=900)
     finally:
-        file.write_text(text)
+        write(file, text)
     if done.returncode not in (0, 1):
         raise ValueError(f"{slip.tests} ended with status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     return done.returncode == 1
+
+
+_moments = itertools.count(int(time.time()), 2)
+
+
+def write(file: Path, text: str) -> None:
+    """Write a file of the code, dated so that Python takes no version that it has compiled before for this one."""
+    file.write_text(text)
+    moment = next(_moments)
+    os.utime(file, (moment, moment))
 
 
 def main() -> None:
