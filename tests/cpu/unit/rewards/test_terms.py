@@ -78,11 +78,11 @@ def test_async_calls_run_at_the_same_time():
 def test_a_bad_async_call_costs_one_completion():
     for name, reason in [
         ("raise", "raised KeyError: 'late'"),
-        ("hang", "took longer than reward.timeout_s=1"),
-        ("block", "took longer than reward.timeout_s=1"),
+        ("hang", "took longer than reward.timeout_s=3"),
+        ("block", "took longer than reward.timeout_s=3"),
         ("die", "ended its process (exit status 3)"),
     ]:
-        scores = judged("meeting", "a", name, "b", timeout_s=1)
+        scores = judged("meeting", "a", name, "b", timeout_s=3)
         assert scores.rewards == [1.0, 0.0, 1.0]
         assert scores.failures.count == 1 and scores.failures.first.startswith(reason)
 
