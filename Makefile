@@ -3,7 +3,7 @@
 EXTRA ?= $(if $(wildcard .venv/.installed-gpu)$(filter test-gpu,$(MAKECMDGOALS)),gpu,cpu)
 PYTHON ?= python3
 ARGS ?=
-BENCH ?= packing logprob python_tool bfloat16 step_time profile_step scaling rollout weight_delta weight_sync checkpoint age journal trace recovery ahead environments warm_servers view plan scale driver_scale rendezvous vs_trl resume_vs_trl
+BENCH ?= packing logprob python_tool bfloat16 step_time profile_step scaling rollout weight_delta weight_sync checkpoint age journal trace recovery lost_rank ahead environments warm_servers view plan scale driver_scale rendezvous vs_trl resume_vs_trl
 # Files with tests of a release: each worker imports all that it is given.
 RELEASE = tests/cpu/release $(shell grep -rl --include='test_*.py' 'mark\.release' tests/cpu | sort)
 BIN := .venv/bin

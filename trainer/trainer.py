@@ -19,6 +19,7 @@ from trainer.checkpoint.components import (
     start_weights_component,
 )
 from trainer.checkpoint.exports import PolicyExports
+from trainer.checkpoint.step_copies import StepCopies
 from trainer.config import Config
 from trainer.episodes import Episode
 from trainer.errors import format_size
@@ -111,6 +112,7 @@ class Trainer:
             fence=directory.check,
         )
         self.exports = PolicyExports(cfg, exporter)
+        self.copies = StepCopies(t.copy_steps)
         self._data_of: str | None = None  # the checkpoint whose position in the data is loaded
 
     # ---------------------------------------------------------------------------------------------------
@@ -129,12 +131,16 @@ class Trainer:
             partial(self.source.load_state_dict, self.source.state_dict()),
             partial(restore_rng, capture_rng()),
         ]
-        with closing(self.journal), self.source, self.checkpoints.ended():  # until then the source adds to both
+        # Until then the source adds to both.
+        with closing(self.journal), self.source, self.checkpoints.ended(), closing(self.copies):
             self.recovery.run(self._load_start_weights, self.fit, partial(self._restart, resets), self.saves)
 
     def fit(self) -> None:
         """Train from the last commit up to the last step: the same at the start of a job and after its ranks died."""
         self.load_checkpoint()
+        t, ranks = self.cfg.trainer, self.learner.ranks
+        size = _BYTES_OF_A_PARAMETER * ranks.num_parameters[1] * len(ranks.saved_roles) * t.dp_replicate
+        self.copies.open(self.components, ranks, needed=2 * size)
         with self._running():
             while self.state.step < self.cfg.total_steps and not self.is_enough(self.state.step):
                 with self._step() as step:
@@ -143,6 +149,7 @@ class Trainer:
                     metrics = self._update(episodes, experience, step)
                     self.source.publish(step + 1)
                 self.save_if_due(self.finish_step(step, episodes, metrics))
+                self.copy_step()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -175,11 +182,15 @@ class Trainer:
         # Ranks may have waited until the state of the step before was copied: now, or before engines got their memory.
         saving = self.checkpoints.saving or self.saves.begun == self.state.step
         self.journal.wait()  # what a step trains on must come back after a kill
+        if self.copies.is_on:
+            with self.timer("checkpoint_blocked"):
+                self.copies.wait()  # so that a lost rank costs no step but this one
         metrics = self.learner.update(experience, step)
-        if saving:
+        if saving or self.copies.is_on:
             blocked = self.learner.ranks.pop_stall_seconds()
             self.timer.add("checkpoint_blocked", blocked)
-            self.saves.add_blocked(self.saves.begun, blocked)
+            if saving:
+                self.saves.add_blocked(self.saves.begun, blocked)
         self.journal.trained(episodes)  # the policy has new weights, which may sample from now on
         failpoint("trained")
         return metrics
@@ -223,7 +234,7 @@ class Trainer:
             self.learner.close()
             self.saves.wait(last=True)
             self.recovery.wait()
-            self.directory.rediscover()
+            self.directory.rediscover(self.copies.newest())
             self.recovery.lost_s = self.directory.lost_seconds()
             self.saves.restart()
             self.state = TrainerState()
@@ -280,8 +291,15 @@ class Trainer:
             "parent": self.directory.lineage or None,
             "metrics_from": self.tracker.first_step,
         }
+        self.copies.wait()  # the ranks copy their state for one of them at a time
         # A checkpoint must not outlive what was logged of its steps.
         self.saves.begin(self.state.step, self.components, description, (self.tracker.flush, self.transcripts.flush))
+
+    def copy_step(self) -> None:
+        """Begin to copy the state to shared memory, unless the ranks copy it for a save."""
+        if self.copies.is_on and not self.checkpoints.saving and self.state.step < self.cfg.total_steps:
+            with self.timer("checkpoint_blocked"):
+                self.copies.begin(self.state.step, self.learner.ranks.description)
 
     def load_data(self) -> None:
         """Restore the position in the data before `load_checkpoint` does the rest: other data is refused early.
@@ -302,15 +320,23 @@ class Trainer:
         with stage("loading the checkpoint"):
             self.directory.check_access(self.learner.ranks)
             resume = self.directory.resume
+            if resume is None or not resume.is_copy:
+                self.copies.forget()
             if resume is None:
                 self.journal.start(0, first_history(self.cfg, self.model_path))
                 return
             checkpoint = resume.checkpoint
             loaded = {"data"} if self._data_of == checkpoint.path else set()
             self._data_of = None
-            components = [one for one in resume.restore.chosen(self.components, checkpoint) if one.name not in loaded]
-            self.checkpoints.load(checkpoint, components, resume.restore)
-            self.saves.last_good = checkpoint.path
+            if resume.is_copy:
+                self.copies.load(checkpoint)
+                saved = self.checkpoints.store.steps()[-1:]
+                self.saves.last_good = self.checkpoints.store.path(saved[0]) if saved else ""
+            else:
+                chosen = resume.restore.chosen(self.components, checkpoint)
+                rest = [one for one in chosen if one.name not in loaded]
+                self.checkpoints.load(checkpoint, rest, resume.restore)
+                self.saves.last_good = checkpoint.path
             self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
             if resume.restore.fork:
                 self.state.run_ids, self.state.best = {}, {}  # those of the parent are not of this run

@@ -40,3 +40,30 @@ def _fail(kind: str) -> None:
     if kind == "raise":
         raise ValueError("a bug")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
+
+
+class FaultyAdamW(torch.optim.AdamW):
+    """AdamW in a rank that may be killed `before`, `within` or `after` a step. Within, half of the parameters moved."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._calls += 1
+        parameters = self.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in parameters]
+        half = len(parameters) // 2
+        self._may_fail("before")
+        for chosen, place in ((range(half), "within"), (range(half, len(parameters)), "after")):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = gradients[number] if number in chosen else None
+            super().step()
+            self._may_fail(place)
+
+    def _may_fail(self, place: str) -> None:
+        directory = os.environ.get("TEST_FAULTS")
+        for file in sorted(Path(directory).glob(f"{place},{self._calls},{dist.get_rank()}")) if directory else ():
+            file.unlink()
+            _fail("kill")

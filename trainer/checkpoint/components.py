@@ -158,15 +158,19 @@ class SavingRanks(Protocol):
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None: ...
 
 
-def models_component(ranks: SavingRanks) -> Component:
-    """Make the component that the ranks write: weights, optimizers, schedules and RNG states of the saved roles."""
+def models_component(ranks: SavingRanks, files_of: Callable[[str], Any] = ShardedFiles) -> Component:
+    """Make the component that the ranks write: weights, optimizers, schedules and RNG states of the saved roles.
+
+    Args:
+        files_of: returns what writes and reads the states below a directory.
+    """
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        finish = ranks.begin_save(ShardedFiles(staging.path))
+        finish = ranks.begin_save(files_of(staging.path))
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        files = ShardedFiles(checkpoint.files.path)
+        files = files_of(checkpoint.files.path)
         kinds = set(restore.kinds.intersection(_OF_RANKS))
         for role in ranks.saved_roles:
             if role not in checkpoint.manifest["roles"] and restore.fork:

@@ -94,6 +94,7 @@ class CheckpointManager:
             the store.
         committed: called with the step after each commit.
         disk_is_full: called with the error of a save that has failed because a disk is full or read-only.
+        log_level: of the lines about saves that end.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class CheckpointManager:
         fence: Callable[[], None] = lambda: None,
         committed: Callable[[int], None] = lambda step: None,
         disk_is_full: Callable[[OSError], None] = lambda error: None,
+        log_level: int = logging.INFO,
     ):
         self.store = store
         self.retention = retention or Retention()
@@ -110,6 +112,7 @@ class CheckpointManager:
         self._fence = fence
         self._committed = committed
         self._disk_is_full = disk_is_full
+        self._log_level = log_level
         self._saving: threading.Thread | None = None
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()  # of the threads of saves
         self._failed: list[CheckpointFiles] = []
@@ -160,7 +163,9 @@ class CheckpointManager:
                 with TRACER.span("commit", SAVES):
                     total = self._commit(step, names, staging, files, description)
                 result = SaveResult(step, self.store.path(step), time.monotonic() - started, total)
-                LOG.info("saved %s (%.1f MB in %.1f s)", result.path, result.bytes / 1e6, result.seconds)
+                LOG.log(
+                    self._log_level, "saved %s (%.1f MB in %.1f s)", result.path, result.bytes / 1e6, result.seconds
+                )
             except BaseException as error:  # the caller of `results` decides about failures of any kind
                 result = SaveResult(step, "", time.monotonic() - started, error=text_of(error))
                 self._abort(staging)
@@ -348,7 +353,7 @@ class CheckpointManager:
                 except OSError as error:
                     LOG.warning("%s/%s cannot be removed: %s", tier.root, name, error)
                 else:
-                    LOG.info("removed %s/%s, %s", tier.root, name, kind)
+                    LOG.log(self._log_level, "removed %s/%s, %s", tier.root, name, kind)
 
     def archive(self, after: int) -> list[str]:
         """Take checkpoints newer than `after` out of service, by renaming; returns their new names.

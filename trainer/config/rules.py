@@ -30,7 +30,7 @@ from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_err
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import MODEL, REMOTE, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
-from trainer.config.trainer import SERVICES, THIS_PROCESS, LoggerConfig
+from trainer.config.trainer import PROCESSES, SERVICES, THIS_PROCESS, LoggerConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
 
@@ -92,6 +92,8 @@ def check_trainer(config: Config) -> Rules:
     yield from _layout(config)
     problem = "ranks and engines do not share GPUs; set rollout.colocate=true too"
     yield t.offload != "none" and not config.rollout.colocate, "trainer.offload", problem
+    problem = "needs all ranks on the machine of the driver; leave trainer.ray_address at null or processes"
+    yield t.copy_steps and t.ray_address not in (None, PROCESSES, THIS_PROCESS), "trainer.copy_steps", problem
     yield from _paths(config)
     keeps_some, never = t.keep_best > 0, config.compared_by[0].startswith("val/") and not config.validates(0)
     is_word = isinstance(t.ckpt_interval, str) and t.ckpt_interval != "auto"

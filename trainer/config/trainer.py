@@ -80,6 +80,10 @@ class TrainerConfig(Section):
     """Number of times within an hour that the job starts its ranks again after one of them died, hung,
     ran out of memory or raised an exception. Training continues from the last commit. 0: such a failure ends the
     job."""
+    copy_steps: bool = setting(False, resume="harmless")
+    """Copy the state of the ranks to shared memory after each step. Ranks that start again continue from the last step
+    that finished, in place of the last commit. All ranks must be on the machine of the driver, whose `/dev/shm` holds
+    two copies: 24 bytes for each trained parameter."""
     divergence_limits: dict[str, float] = setting(default_factory=dict, is_open=True, resume="harmless")
     """Metrics with limits, such as `+trainer.divergence_limits={policy/kl:1.0,policy/grad_norm:100}`. If a metric stays
     above its limit for 3 steps in a row, the run has diverged: it ends with status 3, and its

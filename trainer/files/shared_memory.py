@@ -21,7 +21,8 @@ from typing import Self
 from trainer.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
-_PREFIX = "trainer-weights-"
+PREFIX = "trainer-weights-"
+"""Of the directories that hold states of models. Each start deletes those of dead processes."""
 _OTHERWISE = ", or choose rollout=vllm with rollout.weight_sync=broadcast"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -71,7 +72,7 @@ class SharedDirectory(PrivateDirectory):
 
     def __init__(self, base: str = SHARED_MEMORY):
         _check_base(base)
-        super().__init__(base, _PREFIX, 16)
+        super().__init__(base, PREFIX, 16)
 
 
 class NodeDirectory:
@@ -86,7 +87,7 @@ class NodeDirectory:
     def __init__(self, secret: str, base: str = SHARED_MEMORY):
         _check_base(base)
         clear_abandoned(base)
-        self.path = os.path.join(base, _PREFIX + hashlib.sha256(secret.encode()).hexdigest()[:32])
+        self.path = os.path.join(base, PREFIX + hashlib.sha256(secret.encode()).hexdigest()[:32])
         while True:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path, 0o700)
@@ -103,7 +104,7 @@ class NodeDirectory:
         os.close(self._handle)
 
 
-def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = _PREFIX) -> list[str]:
+def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = PREFIX) -> list[str]:
     """Delete this user's private directories below `base` whose process is dead. Return their paths.
 
     Links, directories of other users and locked directories are not touched.

@@ -124,8 +124,15 @@ def make_plan(cfg: Config, cluster: Cluster, traced: bool = True) -> Plan:
             f"{format_size(device.shared_memory)}; make it larger (in a container: --shm-size), or choose "
             "rollout.weight_sync=broadcast"
         )
-    copies = 2 if cfg.rollout.weight_sync == "delta" else 1  # the ranks keep what they have sent, too
-    host = _host(cfg, cluster, roles, engine, members) + copies * shared
+    copies = 2 * cfg.trainer.copy_steps * cfg.trainer.num_workers * sum(role.saved for role in roles)
+    if copies > max(0, device.shared_memory - shared):
+        problems.append(
+            f"shared memory: {format_size(copies)} of copies of steps, and {SHARED_MEMORY} has "
+            f"{format_size(max(0, device.shared_memory - shared))} for them; make it larger, or choose "
+            "trainer.copy_steps=false"
+        )
+    sent = 2 if cfg.rollout.weight_sync == "delta" else 1  # the ranks keep what they have sent, too
+    host = _host(cfg, cluster, roles, engine, members) + sent * shared + copies
     if host > device.host_memory:
         problems.append(f"host memory: {host / GB:.0f} GB of {device.host_memory / GB:.0f} GB on a node")
     seconds = plan_time(cfg, cluster, roles, whole, engine, workload)

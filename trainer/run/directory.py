@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.checkpoint import last_commit
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.components import read_revisions
+from trainer.checkpoint.components import Restore, read_revisions
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
@@ -69,6 +69,7 @@ class RunDirectory:
         self.run_files = RunFiles(t.run_dir, store)
         """The files of the run directory that checkpoints carry, if the store asks for it."""
         self.resume: Resume | None = None
+        self._began_with: Resume | None = None
         self.lineage: dict[str, Any] = {}
         """For a fork: the checkpoint that it started from (see `read_lineage`). Empty for other runs."""
 
@@ -128,7 +129,7 @@ class RunDirectory:
                     uploads.start(self.check_locks)
                 INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self._timeline.open()
-                self.resume = find_resume(self.cfg, self.checkpoints)
+                self.resume = self._began_with = find_resume(self.cfg, self.checkpoints)
                 self._revisions = pin(self._revisions_of_parent())
                 if self.resume is None and self.cfg.trainer.resume_mode == "latest" and not wait:
                     path = self.cfg.trainer.run_dir
@@ -189,16 +190,23 @@ class RunDirectory:
         action, cost_s = "started again with the same command", self.lost_seconds()
         INCIDENTS.note("driver", "driver", "killed process", action, text, step=step, cost_s=cost_s)
 
-    def rediscover(self) -> None:
-        """Find the newest checkpoint of this run, after the ranks have died. Without one, `resume` stays as it is.
+    def rediscover(self, copy: Checkpoint | None = None) -> None:
+        """Find the newest checkpoint of this run, after the ranks have died. Without one, it is that of the start.
+
+        Args:
+            copy: the newest one in shared memory.
 
         Raises:
             UserError: the checkpoints of this run are missing, or none is valid.
         """
         self.checkpoints.clean_up()
+        began = self._began_with
+        if copy is not None and copy.step >= max(self.checkpoints.store.steps(), default=0):
+            rounding, altered = (began.same_rounding, began.altered) if began is not None else (True, False)
+            self.resume = Resume(copy, Restore(), rounding, altered, is_copy=True)
+            return
         newest = find_newest(self.cfg, self.checkpoints)
-        if newest is not None:
-            self.resume = compare(self.cfg, newest, False)
+        self.resume = began if newest is None else compare(self.cfg, newest, False)
 
     def check_access(self, ranks: AskedRanks) -> None:
         """Give ranks on other machines the driver's access to the stores, and check that they can write checkpoints.

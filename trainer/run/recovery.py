@@ -32,6 +32,7 @@ class Recovery:
 
     def __init__(self, trainer: TrainerConfig, stop: StopRequest, optimizer: str):
         self._run_dir = trainer.run_dir
+        self._origin = "newest copy" if trainer.copy_steps else "last commit"
         self._restarts = Restarts(trainer.max_restarts, time_limits.RESTART_WINDOW_S)
         self._stop = stop
         self._optimizer = optimizer
@@ -106,7 +107,7 @@ class Recovery:
         fact = error.message if isinstance(error, WorkerError) else describe_with_place(error)
         after = f" in {decision.delay_s:g} s" if decision.delay_s else ""
         count = f"restart {self._restarts.count}; trainer.max_restarts={self._restarts.limit}"
-        LOG.warning("%s; the ranks start again%s, from the last commit (%s)", fact, after, count)
+        LOG.warning("%s; the ranks start again%s, from the %s (%s)", fact, after, self._origin, count)
 
     def wait(self) -> None:
         """Wait for the time that the next restart is put off.

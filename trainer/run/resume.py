@@ -45,6 +45,8 @@ class Resume:
     """The work is split as before, so replayed steps are equal to the last bit."""
     altered: bool
     """The config has changed so that replayed steps have other metrics than those that were logged."""
+    is_copy: bool = False
+    """The checkpoint is a copy in shared memory (see `trainer.checkpoint.step_copies`)."""
 
 
 def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:

@@ -24,6 +24,7 @@ from benchmarks import (
     learning,
     learning_kinds,
     learning_tool,
+    lost_rank,
     plan,
     recovery,
     rendezvous,
@@ -92,6 +93,7 @@ def jobs() -> Iterator[tuple[str, Callable[[str], object]]]:
         yield "recovery", lambda directory, words=words: recovery.run(directory, 3, 1.0, *words)
     for words in recovery.TRAJECTORIES.values():
         yield "recovery", lambda _, words=words: subprocess.run(recovery.trajectory_command("run", words), check=True)
+    yield "lost_rank", lambda directory: lost_rank.run("/model", f"{directory}/run", 3, "trainer.copy_steps=true")
     words = [*age.JOB, "trainer.total_steps=10"]
     yield "age", lambda directory: age.measure(".", [*words, f"trainer.run_dir={directory}"])
     yield "resume_vs_trl", lambda directory: resume_vs_trl.Ours(PEER, "/model", PEER.data).run(Path(directory))

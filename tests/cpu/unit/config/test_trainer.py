@@ -46,6 +46,10 @@ CONTRADICTIONS = [
         ["trainer.num_workers=4", "trainer.dp_replicate=2", "trainer.min_world_size=1"],
         "trainer.min_world_size=1: must be from 2 to trainer.num_workers=4",
     ),
+    (
+        ["trainer.copy_steps=true", "trainer.ray_address=auto"],
+        "trainer.copy_steps=True: needs all ranks on the machine of the driver",
+    ),
     (["trainer.offload=all"], "trainer.offload=all: .*set rollout.colocate=true too"),
     (["trainer.resume_mode=from_path"], "trainer.resume_mode.*trainer.resume_path"),
     (["trainer.load_components=[weights]"], "trainer.load_components.*needs trainer.resume_mode=from_path"),

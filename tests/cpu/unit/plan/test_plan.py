@@ -78,6 +78,17 @@ def test_what_has_no_room_is_named(cfg, node, cpu):
     assert any(problem.startswith("host memory: ") for problem in make_plan(cfg, cpu, traced=False).problems)
 
 
+def test_copies_of_steps_take_shared_memory(cfg, node):
+    without = make_plan(cfg, node, traced=False)
+    cfg.trainer.copy_steps = True
+    plan = make_plan(cfg, node, traced=False)
+    states = 2 * 12 * plan.roles[0].model.total
+    assert plan.problems == without.problems and states <= plan.host - without.host < 1.1 * states
+    small = replace(node, device=replace(node.device, host_memory=16 * GB))
+    (problem,) = [one for one in make_plan(cfg, small, traced=False).problems if "copies of steps" in one]
+    assert problem.startswith("shared memory: ") and problem.endswith("or choose trainer.copy_steps=false")
+
+
 def test_supervised_training_has_no_engines(cfg, node):
     cfg.trainer.task, cfg.rollout.colocate, cfg.trainer.offload = "sft", False, "none"
     plan = make_plan(cfg, node, traced=False)
