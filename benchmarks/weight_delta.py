@@ -1,11 +1,11 @@
-"""Weights between two nodes, by difference and by broadcast: `python -m benchmarks.weight_delta [--rounds N]`.
+"""Weights between two nodes, by difference and by broadcast: `python -m benchmarks.weight_delta [--dtype float32]`.
 
 Two ranks train a model of 100M parameters with AdamW at a learning rate of 1e-6. Two engines (transformers) compute in
-bfloat16. Ranks and engines are in two network namespaces, and `tc` limits their link to 1 Gbit/s, which needs root. In
-each round, the ranks make one optimizer step. The engines then get the same weights in each way, in an order that
-alternates; shared memory needs no link. Prints medians of the seconds from the call to the new weights in both engines,
-of the CPU seconds of all processes, and of the bytes that the engines' node has received. Fails if the ways do not give
-the same bits.
+bfloat16, or in float32, where nearly all numbers change. Ranks and engines are in two network namespaces, and `tc`
+limits their link to 1 Gbit/s, which needs root. In each round, the ranks make one optimizer step. The engines then get
+the same weights in each way, in an order that alternates; shared memory needs no link. Prints medians of the seconds
+from the call to the new weights in both engines, of the CPU seconds of all processes, and of the bytes that the node of
+the engines has received. Fails if the ways do not give the same bits.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ SHAPE = TinyShape(hidden_size=768, intermediate_size=2304, num_layers=14, num_he
 class RankProcess:
     """A rank and what is asked of it."""
 
-    def __init__(self, number: int, path: str, store: str):
+    def __init__(self, number: int, path: str, store: str, dtype: str):
         from benchmarks.ranks import make_batch
         from trainer.workers.rank import Rank
 
-        cfg = Config(rollout=RolloutConfig(dtype="bfloat16", max_logprob_diff=None))
+        cfg = Config(rollout=RolloutConfig(dtype=dtype, max_logprob_diff=None))
         cfg.model.path, cfg.trainer.num_workers, cfg.trainer.mini_batch_size = path, RANKS, 10_000
         cfg.trainer.policy.optimizer.lr, cfg.trainer.policy.optimizer.warmup_steps = 1e-6, 0
         self._rank = Rank(cfg, number, RANKS, "cpu")
@@ -67,11 +67,11 @@ class RankProcess:
 class EngineProcess:
     """An engine and what is asked of it."""
 
-    def __init__(self, number: int, path: str, store: str):
+    def __init__(self, number: int, path: str, store: str, dtype: str):
         from trainer.generation.transformers_engine import TransformersEngine
 
         rollout = RolloutConfig(engine="transformers")
-        self._engine = TransformersEngine(path, dtype="bfloat16", seed=1, rollout=rollout, device="cpu")
+        self._engine = TransformersEngine(path, dtype=dtype, seed=1, rollout=rollout, device="cpu")
 
     def sync(self, source: Any) -> None:
         self._engine.sync_weights(source, 1)
@@ -96,10 +96,10 @@ class EngineProcess:
 class Member:
     """A process in one of the namespaces, and the calls to it."""
 
-    def __init__(self, enter: Sequence[str], kind: str, number: int, path: str, store: str, interface: str):
+    def __init__(self, enter: Sequence[str], kind: str, number: int, interface: str, *where: str):
         self._link, end = Pipe()
         code = "import sys; from benchmarks.weight_delta import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
-        command = [*enter, sys.executable, "-c", code, str(end.fileno()), kind, str(number), path, store]
+        command = [*enter, sys.executable, "-c", code, str(end.fileno()), kind, str(number), *where]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
         self.process = subprocess.Popen(command, pass_fds=[end.fileno()], env=env, stdout=sys.stderr)
         end.close()
@@ -115,13 +115,13 @@ class Member:
         return answer, cpu
 
 
-def serve(handle: int, kind: str, number: str, path: str, store: str) -> None:
+def serve(handle: int, kind: str, number: str, *where: str) -> None:
     """Answer calls until the other side has ended."""
     import torch
 
     torch.set_num_threads(1)
     with Connection(handle) as link:
-        member = {"rank": RankProcess, "engine": EngineProcess}[kind](int(number), path, store)
+        member = {"rank": RankProcess, "engine": EngineProcess}[kind](int(number), *where)
         link.send((None, 0.0))
         while True:
             try:
@@ -150,7 +150,8 @@ def ask(members: Sequence[Member], method: str, *args: Any) -> tuple[list[Any], 
 class Sync:
     """The three ways, as the driver uses them."""
 
-    def __init__(self, ranks: Sequence[Member], engines: Sequence[Member], address: str, directory: str):
+    def __init__(self, ranks: Sequence[Member], engines: Sequence[Member], address: str, directory: str, dtype: str):
+        self._dtype = dtype
         self._ranks, self._engines = ranks, engines
         self._token = secrets.token_hex(16)
         self._keeper = ShardKeeper(self._token, (address,) * RANKS, 300.0)
@@ -158,19 +159,19 @@ class Sync:
         self._broadcast = Broadcast(store, ENGINES, "cpu", 300.0, BUCKET_BYTES)
 
     def delta(self) -> float:
-        offers, first = ask(self._ranks, "call", "keep_shards", self._keeper, "bfloat16")
+        offers, first = ask(self._ranks, "call", "keep_shards", self._keeper, self._dtype)
         _, second = ask(self._engines, "sync", Shards(self._token, tuple(offers), 300.0))
         return first + second
 
     def broadcast(self) -> float:
         for rank in self._ranks:
-            rank.begin("call", "send_weights", self._broadcast, "bfloat16")
+            rank.begin("call", "send_weights", self._broadcast, self._dtype)
         _, cpu = ask(self._engines, "sync", self._broadcast)
         return cpu + sum(rank.result()[1] for rank in self._ranks)
 
     def shared_memory(self) -> float:
-        (path,), opened = ask(self._ranks[:1], "call", "open_shared", "bfloat16", 0)
-        _, first = ask(self._ranks, "call", "write_weights", path, "bfloat16")
+        (path,), opened = ask(self._ranks[:1], "call", "open_shared", self._dtype, 0)
+        _, first = ask(self._ranks, "call", "write_weights", path, self._dtype)
         _, second = ask(self._engines, "sync", SharedMemory(path))
         ask(self._ranks[:1], "call", "close_shared")
         return opened + first + second
@@ -200,17 +201,19 @@ def measure(sync: Sync, ranks: Sequence[Member], engines: Sequence[Member], roun
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="rounds that are counted (default: 7)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engines")
+    arguments = parser.parse_args()
     with TwoNetworks() as networks, tempfile.TemporaryDirectory() as directory:
         for enter, interface in ((networks.inside, "inside"), (networks.outside, "outside")):
             subprocess.run(enter("tc", "qdisc", "replace", "dev", interface, *LINK.split()), check=True)
-        path, store = f"{directory}/model", f"file://{directory}/ranks"
-        build_tiny(SHAPE, path)
-        ranks = [Member(networks.inside(), "rank", n, path, store, "inside") for n in range(RANKS)]
-        engines = [Member(networks.outside(), "engine", n, path, store, "outside") for n in range(ENGINES)]
+        where = f"{directory}/model", f"file://{directory}/ranks", arguments.dtype
+        build_tiny(SHAPE, where[0])
+        ranks = [Member(networks.inside(), "rank", n, "inside", *where) for n in range(RANKS)]
+        engines = [Member(networks.outside(), "engine", n, "outside", *where) for n in range(ENGINES)]
         for member in [*ranks, *engines]:
             member.result()
-        found = measure(Sync(ranks, engines, networks.INSIDE, directory), ranks, engines, rounds)
+        sync = Sync(ranks, engines, networks.INSIDE, directory, arguments.dtype)
+        found = measure(sync, ranks, engines, arguments.rounds)
         ask(engines, "end")
         for member in [*ranks, *engines]:
             member.process.kill()

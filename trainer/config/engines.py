@@ -114,7 +114,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "server": EngineSpec(
         path="server",
-        transports=("shared_memory", "broadcast", "delta"),
+        transports=("shared_memory", "broadcast"),
         gpus=False,
         unit="request",
         served=True,

@@ -21,15 +21,14 @@ from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.files.documents import ObjectShape, is_number, parse_object
 from trainer.files.shared_memory import SharedDirectory, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.engine import Completion, Request, RunningRequests, SharedMemory, generate_in_steps
+from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps
 from trainer.generation.server_protocol import Job
-from trainer.generation.weight_shards import Shards, close_copies
 from trainer.process import time_limits
 from trainer.process.log_setup import show
 from trainer.process.model_server import TOKEN, read_token
 
 if TYPE_CHECKING:
-    from trainer.generation.weight_sync import Broadcast
+    from trainer.generation.weight_sync import Broadcast, SharedMemory
 
 _LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": lambda value: is_number(value) and value > 0}
 _LARGEST_ANSWER = 1 << 20  # bytes of an answer that is no stream of completions
@@ -209,18 +208,14 @@ class ServerEngine:
                 self._sending.notify_all()
         yield from lines
 
-    def sync_weights(
-        self, source: SharedMemory | Shards | Broadcast, version: int, running: RunningRequests = "abort"
-    ) -> None:
+    def sync_weights(self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort") -> None:
         """Let the server load the weights of `source`."""
         if running == "abort":
             self._batches += 1
             self._pending.clear()
         self._version = version
         try:
-            in_files = isinstance(source, (SharedMemory, Shards))
-            with source.opened() if in_files else contextlib.nullcontext(self._receive_broadcast(source)) as directory:
-                self._pass_on(directory, version, running)
+            self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
         finally:
             self._close_shared()
 
@@ -313,7 +308,6 @@ class ServerEngine:
         with contextlib.suppress(WorkerError, UserError):
             self._post(protocol.RELEASE, {}, self._headers)
         self._client.close()
-        close_copies()
 
     def _renew(self) -> None:
         every_s = min(max(self._lease["lease_s"] / 4, time_limits.POLL_INTERVAL_S), time_limits.SERVER_POLL_S)

@@ -224,7 +224,7 @@ class DeltaTransport(Transport):
 
     @staticmethod
     def suits(place: Place) -> bool:
-        return False
+        return not place.same_node and not place.on_gpus
 
     def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
         hosts = tuple(placement["host"] for placement in self.ends.ranks.policy.placements())

@@ -7,13 +7,12 @@ changes a few percent of the elements, spread over all tensors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 import xxhash
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 STRIDE = 255
 """Every element at a multiple of it is sent, changed or not. So the distance between two places fits in one byte."""
@@ -38,8 +37,6 @@ class Change(NamedTuple):
 
 def bits_of(tensor: Tensor) -> np.ndarray:
     """Return the bits of a tensor on the CPU as unsigned integers `(n,)` of the size of its elements. Not a copy."""
-    import torch  # the process that speaks to an inference server has none of it
-
     flat = tensor.detach().contiguous().view(-1)
     return np.from_dlpack(flat.view(torch.uint8)).view(f"u{tensor.itemsize}")
 

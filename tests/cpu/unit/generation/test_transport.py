@@ -26,11 +26,12 @@ def files_engine(monkeypatch) -> None:
     [
         ("auto", "vllm", True, "shared_memory"),
         ("auto", "transformers", True, "shared_memory"),
-        ("auto", "vllm", False, "broadcast"),
-        ("auto", "transformers", False, "broadcast"),
+        ("auto", "vllm", False, "delta"),
+        ("auto", "transformers", False, "delta"),
         ("broadcast", "vllm", True, "broadcast"),
         ("shared_memory", "vllm", True, "shared_memory"),
-        ("delta", "server", False, "delta"),
+        ("auto", "server", False, "broadcast"),
+        ("delta", "transformers", True, "delta"),
     ],
 )
 def test_the_transport_follows_from_setting_and_place(setting, engine, same_node, transport):
@@ -58,6 +59,7 @@ def test_engines_that_read_files_get_files_on_gpus_too(colocate):
     [
         ("shared_memory", "vllm", False, False, "cpu"),
         ("auto", "files", False, False, "cpu"),
+        ("delta", "server", False, False, "cpu"),
         ("broadcast", "files", True, False, "cpu"),
         ("broadcast", "vllm", True, True, "cuda"),
         ("auto", "files", False, True, "cuda"),

@@ -17,7 +17,10 @@ SPECIAL = {2: [0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFFFF, 0x7F80], 4: [0, 0x8000000
 @st.composite
 def versions(draw) -> tuple[np.ndarray, np.ndarray]:
     itemsize = draw(st.sampled_from([2, 4]))
-    kind, length = f"u{itemsize}", draw(st.sampled_from([0, 1, 2, STRIDE - 1, STRIDE, STRIDE + 1, 999, 70_000]))
+    kind, length = (
+        f"u{itemsize}",
+        draw(st.sampled_from([0, 1, 2, STRIDE - 1, STRIDE, STRIDE + 1, 999, 70_000, 300_000])),
+    )
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     base = random.integers(0, np.iinfo(kind).max, length, kind, endpoint=True)
     base[random.random(length) < 0.1] = random.choice(SPECIAL[itemsize])
