@@ -172,8 +172,10 @@ class Writer:
         """Return how long the next file may wait for more."""
         now = time.monotonic()
         begun = min((self._begun.get(batch.step, now) for batch in self._queue), default=now)
-        share = _SHARE_OF_TURNS if self._has_turns else _SHARE
-        return max(time_limits.JOURNAL_FLUSH_S, share * (now - begun))
+        least, share = time_limits.JOURNAL_FLUSH_S, _SHARE_OF_TURNS if self._has_turns else _SHARE
+        if not any(batch.groups for batch in self._queue):  # turns alone: a file costs as much as 30 of them
+            least *= 2
+        return max(least, share * (now - begun))
 
     def _write(self, batch: _Batch) -> None:
         if self._is_stopped:

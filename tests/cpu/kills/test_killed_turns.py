@@ -77,7 +77,7 @@ class Job:
                 hold.touch()
             if (waiting := self.count("waits")) != seen[0]:
                 seen[:] = waiting, seconds
-            return waiting >= fewest and seconds > seen[1] + 2
+            return waiting >= fewest and seconds > seen[1] + 3
 
         assert not run_until(self.log, *self.words, kill_when=must_end)
         hold.unlink()
