@@ -41,7 +41,6 @@ _PRELOADED = (
     "trainer.checkpoint.__main__",
     "trainer.reports.compare",
     "trainer.generation.transformers_engine",
-    "trainer.inference.engine",
     "trainer.jobs",
     "trainer.objectives.policy_gradient",
     "trainer.tasks.rl",
@@ -51,7 +50,13 @@ _PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
 )
-_VLLM = ("vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "trainer.generation.vllm_engine")
+_VLLM = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "trainer.generation.vllm_engine",
+    "tests.support.vllm_registry",
+)
 """Imported too, before the first command that asks for vLLM: each engine would take seconds to import it."""
 _HELLO = b"hello"
 _GRACE_PERIOD_S = 20.0
