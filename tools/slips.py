@@ -238,7 +238,7 @@ SLIPS = {
         "checkpoint/manifest.py",
         "if not checkpoint.files.contains(entry.path):",
         "if not entry.path:",
-        "unit/checkpoint/test_untrusted.py",
+        "unit/checkpoint/test_manifest.py",
     ),
     "other_manifest": Slip(
         "checkpoint/manifest.py",

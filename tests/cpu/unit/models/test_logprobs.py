@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
+from tests.support.tables import table
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate
 from trainer.models.attention import set_attention
 from trainer.models.logprobs import logprobs_and_entropy, set_head, token_logprobs
@@ -102,10 +103,14 @@ def test_reinforce_with_advantage_1_is_cross_entropy():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_a_temperature_divides_the_logits_and_0_counts_as_1():
+@table("has_bias", [False, True])
+def test_a_temperature_divides_the_logits_and_0_counts_as_1(has_bias):
+    """In chunks of tokens, and for a head that is more than one matrix."""
     model = random_model(ARCHITECTURES["qwen3"], "sdpa")
+    if has_bias:
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCABULARY)
     set_attention(model)
-    set_head(model)
+    assert set_head(model) is not has_bias
     ids, packing = torch.arange(2, 9)[None], Packing([3, 4], "cpu")
     cold, plain, greedy = (token_logprobs(model, ids, packing, t) for t in (0.5, 1.0, 0.0))
     assert torch.equal(plain, greedy) and not torch.allclose(cold, plain)
