@@ -31,7 +31,7 @@ def job(tmp_path, monkeypatch):
     """Returns the words of a job, by the name of its run."""
     monkeypatch.setenv(VARIABLE, TOKEN)
     monkeypatch.setenv("TRAINER_TIME_LIMITS", LIMITS)
-    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32)
     build_tiny(size, str(tmp_path / "model"))
 
     def words(run: str, *more: str) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def job(tmp_path, monkeypatch):
 
 
 def test_a_fleet_that_changes_trains_what_a_fixed_one_does(job, tmp_path):
-    own = ("rollout.max_num_seqs=2", "rollout.max_response_tokens=64", "rollout.n=4")
+    own = ("rollout.max_num_seqs=5", "rollout.max_response_tokens=48", "rollout.n=4")
     before = shared_memory()
     assert run_until(tmp_path / "fixed.log", *job("fixed", *own))
     crew = Crew(tmp_path / "fleet", every_s=0.4)
@@ -77,7 +77,13 @@ def test_a_fleet_in_flight_loses_no_prompt_and_trains_none_twice(job, tmp_path):
 @pytest.mark.timeout(900)
 def test_engines_of_vllm_are_replaced_twice(job, tmp_path):
     """One is killed and one is ended while no other is there: the run waits for the next."""
-    own = ("rollout=vllm", "trainer.num_workers=1", "rollout.max_num_seqs=16", "rollout.max_response_tokens=32")
+    own = (
+        "rollout=vllm",
+        "trainer.num_workers=1",
+        "rollout.max_num_seqs=16",
+        "rollout.max_response_tokens=32",
+        "trainer.total_steps=4",
+    )
     words = {run: [*job(run, *own), "trainer.ckpt_interval=2"] for run in ("fixed", "fleet")}
     for run, more in (("fixed", ()), ("fleet", FLEET)):
         started = start_forked_job(*words[run], *more, cwd=tmp_path, log=tmp_path / f"{run}.log")
