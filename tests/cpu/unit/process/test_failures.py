@@ -80,6 +80,12 @@ def test_a_job_failure_at_the_same_step_is_not_retried_twice(fault):
     assert decision.repeated and "step 4" in decision.refusal
 
 
+def test_a_job_failure_of_another_kind_at_the_same_step_is_retried():
+    restarts = Decided(9, 60)
+    assert not restarts.decide(from_rank(ValueError("a bug")), 4, 0).refusal
+    assert not restarts.decide(from_rank(NonFiniteError("nan")), 4, 1).refusal
+
+
 @pytest.mark.parametrize(
     "error, recovers",
     [
