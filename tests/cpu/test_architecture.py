@@ -136,7 +136,7 @@ MOST_LINES = {
     "models": (5085, 3400),
     "checkpoint": (4165, 3200),
     "cluster": (2610, 2200),
-    "data": (2750, 1900),
+    "data": (3210, 1900),
     "metrics reports": (3400, 3200),
     "config": (4400, 3200),
     "plan": (2350, 1650),

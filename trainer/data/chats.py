@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.episodes import REPLY_MARK
@@ -193,6 +193,10 @@ def check_generation_prompt(tokenizer: Any) -> None:
         )
 
 
+Unseen = tuple[str, str, int, int]
+"""What prompts lack, the first row of them, and their number, of so many."""
+
+
 class PromptCheck:
     """Finds what a chat template does not write of the prompts of a data set.
 
@@ -243,18 +247,27 @@ class PromptCheck:
         for role in {m["role"] for m in unseen}:
             self._note(f"a message of the role {role}", where)
 
+    def unseen(self) -> list[Unseen]:
+        """Return what the policy does not see."""
+        return [(what, first, count, self._rows) for what, (first, count) in self._unseen.items()]
+
     def close(self) -> None:
         """Log what the policy does not see."""
-        for what, (first, count) in self._unseen.items():
-            LOG.warning(
-                "model.chat_template: the policy does not see all of %d of %d prompts: %s is left out; the first is %s",
-                count,
-                self._rows,
-                what,
-                first,
-            )
+        log_unseen(self.unseen())
 
     def _note(self, what: str, where: Callable[[], str]) -> None:
         if what not in self._unseen:
             self._unseen[what] = [where(), 0]
         self._unseen[what][1] += 1
+
+
+def log_unseen(unseen: Iterable[Unseen]) -> None:
+    """Log what the policy does not see of the prompts."""
+    for what, first, count, rows in unseen:
+        LOG.warning(
+            "model.chat_template: the policy does not see all of %d of %d prompts: %s is left out; the first is %s",
+            count,
+            rows,
+            what,
+            first,
+        )

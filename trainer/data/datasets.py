@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,11 +14,18 @@ from typing import Any
 import jinja2
 
 from trainer.config import DataConfig
-from trainer.data.chats import PromptCheck, read_chat, read_tools, read_variables, with_other_arguments, writes_strings
+from trainer.data.chats import (
+    PromptCheck,
+    read_chat,
+    read_tools,
+    read_variables,
+    with_other_arguments,
+    writes_strings,
+)
 from trainer.data.generators import generate
 from trainer.data.reasoning_tasks import check_task
 from trainer.data.row_files import lines, parsed
-from trainer.data.tokens import TextTooLong, encode, max_characters
+from trainer.data.tokens import TextTooLong, encode, encode_together, is_plain, max_characters
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
@@ -27,6 +34,8 @@ from trainer.process.deadline import deadline
 
 _CHECKED_ROWS = 1000
 """Number of rows of each file that are checked before anything starts."""
+_BATCH = 256
+"""Prompts that are rendered and encoded together."""
 
 Example = dict[str, Any]
 """`prompt` (a string or chat messages), `answer` (a string) and, from files, the complete `row`; of a complete chat the
@@ -67,7 +76,7 @@ def of_source(purpose: str, sources: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class PromptSet:
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     dropped: int
     """Number of prompts that were too long."""
     first_dropped: str = ""
@@ -91,36 +100,98 @@ def load_prompts(data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens
     Raises:
         UserError: the data cannot be read (see `read_examples`), a prompt is empty, or every prompt is too long.
     """
-    prompts, lengths, total = [], [], 0
-    limit = max_characters(tokenizer, max_prompt_tokens)
-    check = PromptCheck(tokenizer, (data.name_of("system_prompt"), data.system_prompt))
-    for index, example in enumerate(read_examples(data, split)):
-        messages, where = as_messages(example["prompt"], data.system_prompt), partial(where_of, data, split, index)
-        tools, variables = beside(example, where)
-        total += 1
+    prompts: list[Prompt] = []
+    reader = PromptReader(data, split, tokenizer, max_prompt_tokens)
+    for index, (example, messages, token_ids) in enumerate(reader.read(read_examples(data, split))):
+        if token_ids is not None:
+            prompts.append(prompt_of(index, example, messages, token_ids))
+    reader.check.close()
+    return PromptSet(prompts, reader.dropped, reader.first_dropped)
+
+
+def prompt_of(index: int, example: Example, messages: list[dict[str, str]], token_ids: Sequence[int]) -> Prompt:
+    """Return the prompt of an example."""
+    row = example.get("row", example)
+    return Prompt(index, tuple(token_ids), messages[-1]["content"], example["answer"], row, messages)
+
+
+class PromptReader:
+    """Makes prompts of examples, and counts those that are too long.
+
+    Raises:
+        UserError: the chat template lacks a generation prompt.
+    """
+
+    def __init__(self, data: DataConfig, split: str, tokenizer: Any, max_prompt_tokens: int):
+        self.check = PromptCheck(tokenizer, (data.name_of("system_prompt"), data.system_prompt))
+        self.dropped = 0
+        self.first_dropped = ""
+        self._data, self._split, self._tokenizer = data, split, tokenizer
+        self._most, self._limit = max_prompt_tokens, max_characters(tokenizer, max_prompt_tokens)
+        self._shortest: int | None = None
+        self._total = 0
+
+    def read(self, examples: Iterable[Example]) -> Iterator[tuple[Example, list[dict[str, str]], Sequence[int] | None]]:
+        """Yield each example with its messages and token ids; None in place of those: the prompt is too long.
+
+        Raises:
+            UserError: a prompt is empty, or cannot be rendered; or, at the end, every prompt is too long.
+        """
+        remaining = iter(examples)
+        while batch := list(itertools.islice(remaining, _BATCH)):
+            chats = [as_messages(example["prompt"], self._data.system_prompt) for example in batch]
+            texts = self._render_together(batch, chats)
+            encoded = encode_together(self._tokenizer, texts) if texts is not None else None
+            for place, (example, messages) in enumerate(zip(batch, chats, strict=True)):
+                text, tokens = (texts[place] if texts else None), (encoded[place] if encoded else None)
+                yield example, messages, self._tokens(example, messages, text, tokens)
+        if self.dropped == self._total:
+            longer = f"more than {self._limit:,} characters"
+            raise UserError(
+                f"rollout.max_prompt_tokens={self._most}: all {self._total} {self._split} prompts are longer; the "
+                f"shortest has {longer if self._shortest is None else f'{self._shortest} tokens'}"
+            )
+
+    def _tokens(
+        self, example: Example, messages: list[dict[str, str]], text: str | None, tokens: list[int] | None
+    ) -> Sequence[int] | None:
+        where = partial(where_of, self._data, self._split, self._total)
+        self._total += 1
         if not any(message["content"] for message in messages):
-            raise UserError(f"{_prompt_key(data)}: {where()} has an empty prompt")
-        text = render_text(tokenizer, messages, True, tools, variables)
+            raise UserError(f"{_prompt_key(self._data)}: {where()} has an empty prompt")
+        if text is None:
+            text = render_text(self._tokenizer, messages, True, *beside(example, where))
         try:
-            token_ids = encode(tokenizer, text, limit)
+            token_ids = encode(self._tokenizer, text, self._limit, tokens)
         except TextTooLong:
-            continue
+            return self._drop()
         if not token_ids:
-            raise UserError(f"{_prompt_key(data)}: {where()} has a prompt of which the chat template writes no token")
-        check.add(messages, text, token_ids, where)
-        lengths.append(len(token_ids))
-        if len(token_ids) <= max_prompt_tokens:
-            text, answer, row = messages[-1]["content"], example["answer"], example.get("row", example)
-            prompts.append(Prompt(index, tuple(token_ids), text, answer, row, messages))
-    check.close()
-    if not prompts:
-        shortest = f"{min(lengths)} tokens" if lengths else f"more than {limit:,} characters"
-        raise UserError(
-            f"rollout.max_prompt_tokens={max_prompt_tokens}: all {total} {split} prompts are longer; the shortest has "
-            f"{shortest}"
-        )
-    first = next((place for place, prompt in enumerate(prompts) if prompt.index != place), len(prompts))
-    return PromptSet(prompts, total - len(prompts), f"row {first + 1}")
+            raise UserError(
+                f"{_prompt_key(self._data)}: {where()} has a prompt of which the chat template writes no token"
+            )
+        self.check.add(messages, text, token_ids, where)
+        if self._shortest is None or len(token_ids) < self._shortest:
+            self._shortest = len(token_ids)
+        return token_ids if len(token_ids) <= self._most else self._drop()
+
+    def _drop(self) -> None:
+        self.dropped += 1
+        self.first_dropped = self.first_dropped or f"row {self._total}"
+
+    def _render_together(self, examples: Sequence[Example], chats: Sequence[Sequence[Any]]) -> list[str] | None:
+        """Return the texts of plain chats; None: they must be rendered one by one, perhaps to name a bad one."""
+        rows = [example.get("row", {}) for example in examples]
+        if any("tools" in row or "chat_template_kwargs" in row for row in rows):
+            return None
+        if not is_plain(self._tokenizer) or any(message.get("tool_calls") for chat in chats for message in chat):
+            return None
+        try:
+            with deadline(time_limits.RENDER_S):
+                return self._tokenizer.apply_chat_template(
+                    list(chats), tools=None, add_generation_prompt=True, tokenize=False
+                )
+        except Exception:  # a template is a program and can raise anything
+            return None
 
 
 def beside(example: Example, where: Callable[[], str]) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -161,18 +232,17 @@ def read_examples(data: DataConfig, split: str, as_rows: bool = False) -> list[E
             return generated
         where = f"{data.name_of('synthetic')}={data.synthetic}"
         return [_example(row, where, data) for row in generated]
-    key, files = _files_of(data, split)
+    key, files = files_of(data, split)
     if not files:
         raise UserError(f"{key}: names no file")
-    convert = _row if as_rows else _example
     examples: list[Example] = []
     for file in files:
         rows = itertools.islice(lines(file, key), None if limit < 0 else limit - len(examples))
-        examples += [convert(parsed(line, where, key), where, data) for where, line in rows]
+        examples += [example_of(parsed(line, where, key), where, data, as_rows) for where, line in rows]
     return examples
 
 
-def _files_of(data: DataConfig, split: str) -> tuple[str, list[str]]:
+def files_of(data: DataConfig, split: str) -> tuple[str, list[str]]:
     """Return the key of the files of `train` or `val`, and the files."""
     return data.name_of(f"{split}_files"), data.train_files if split == "train" else data.val_files
 
@@ -181,7 +251,7 @@ def where_of(data: DataConfig, split: str, index: int) -> str:
     """Return the location of an example, for errors. The files are read again."""
     if data.synthetic:
         return f"example {index + 1} of {data.name_of('synthetic')}={data.synthetic}"
-    key, files = _files_of(data, split)
+    key, files = files_of(data, split)
     rows = itertools.chain.from_iterable(lines(file, key) for file in files)
     return next(itertools.islice(rows, index, None))[0]
 
@@ -231,7 +301,7 @@ def check_files(
                 if check is not None:
                     check(row, lambda where=where: where, data)
                 elif as_rows or is_example:
-                    (_row if as_rows else _example)(row, where, data)
+                    example_of(row, where, data, as_rows)
 
 
 def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
@@ -300,6 +370,18 @@ def render_text(
         ) from error
 
 
+def example_of(row: Any, where: str, data: DataConfig, as_rows: bool = False) -> Example:
+    """Return the example in a row of a file.
+
+    Args:
+        as_rows: return the row. It may have any columns.
+
+    Raises:
+        UserError: it lacks a column, or has something else there. `where` names it.
+    """
+    return (_row if as_rows else _example)(row, where, data)
+
+
 def _row(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
         keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
@@ -346,6 +428,8 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
 
 
 def _checked(example: Example, where: str) -> Example:
+    if isinstance(example["prompt"], str) and "reply" not in example and _is_text(example["prompt"], example["answer"]):
+        return example
     messages = [*as_messages(example["prompt"], None), *([example["reply"]] if "reply" in example else [])]
     try:
         for text in (example["answer"], *(f"{m['role']}{m['content']}" for m in messages)):
@@ -356,3 +440,11 @@ def _checked(example: Example, where: str) -> Example:
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: contains half of a surrogate pair ({error})") from error
     return example
+
+
+def _is_text(*texts: str) -> bool:
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

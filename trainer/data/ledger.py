@@ -16,6 +16,7 @@ from itertools import islice
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from trainer.errors import UserError, as_list
@@ -121,7 +122,7 @@ class Ledger:
         """Go back to the first row."""
         self._position = (0, 0)  # epoch, and index in its order, of the next row
         self._trained_ahead: set[SampleIndex] = set()  # rows behind a gap
-        self._orders: dict[int, list[int]] = {}
+        self._orders: dict[int, Sequence[int] | np.ndarray] = {}
         self._rewards: dict[int, float] = {}
 
     def row(self, index: SampleIndex) -> Any:
@@ -189,22 +190,22 @@ class Ledger:
         epoch, position = self._position
         while True:
             order = self._order(epoch)
-            index = SampleIndex(0, epoch, order[position])
+            index = SampleIndex(0, epoch, int(order[position]))
             epoch, position = (epoch + 1, 0) if position + 1 == len(order) else (epoch, position + 1)
             yield index, (epoch, position)
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
         with self._ordering:
             if epoch not in self._orders:
                 count = len(self._rows)
                 if self._curriculum is not None:
-                    order = self._ask_curriculum(epoch)
+                    order: Sequence[int] | np.ndarray = self._ask_curriculum(epoch)
                 elif self._source:
-                    order = permutation(count, self._seed, "mix", self._source, epoch).tolist()
+                    order = permutation(count, self._seed, "mix", self._source, epoch)
                 elif self._kind == "prompts":
-                    order = permutation(count, self._seed, "epoch", epoch).tolist()
+                    order = permutation(count, self._seed, "epoch", epoch)
                 else:
-                    order = permutation(count, self._seed, "sft", 0, epoch).tolist()
+                    order = permutation(count, self._seed, "sft", 0, epoch)
                 self._orders[epoch] = order
             return self._orders[epoch]
 

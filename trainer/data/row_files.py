@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import xxhash
@@ -61,7 +61,20 @@ def lines(file: str, key: str, keeps_nulls: bool = False) -> Rows:
     """
     if file.startswith("hf://"):
         rows = _hub_rows(file, key)
-    elif not file.endswith((".jsonl", ".parquet", ".arrow")):
+    elif file.endswith(".jsonl"):
+        rows = ((f"{file}:{line.number}", line.text) for line in json_lines(file, key))
+    else:
+        rows = _table_rows(file, key, keeps_nulls)
+    empty = True
+    for item in rows:
+        empty = False
+        yield item
+    if empty:
+        raise UserError(f"{key}={file}: is empty")
+
+
+def _check_file(file: str, key: str) -> None:
+    if not file.endswith((".jsonl", ".parquet", ".arrow")):
         raise UserError(f"{key}={file}: must end in .jsonl, .parquet or .arrow, or be hf://OWNER/NAME?config=C&split=S")
     elif os.path.exists(file) and (problem := file_problem(file)) is not None:
         raise UserError(
@@ -73,17 +86,25 @@ def lines(file: str, key: str, keeps_nulls: bool = False) -> Rows:
             f"{key}={file}: no such file{here}; correct the path, or set hf://OWNER/NAME?split=S for a data set of "
             "the Hub"
         )
-    else:
-        rows = _jsonl_rows(file, key) if file.endswith(".jsonl") else _table_rows(file, key, keeps_nulls)
-    empty = True
-    for item in rows:
-        empty = False
-        yield item
-    if empty:
-        raise UserError(f"{key}={file}: is empty")
 
 
-def _jsonl_rows(file: str, key: str) -> Rows:
+class Line(NamedTuple):
+    """A line of a file that is not blank."""
+
+    number: int
+    start: int
+    """Bytes before it."""
+    text: bytes
+
+
+def json_lines(file: str, key: str) -> Iterator[Line]:
+    """Yield the lines of a file of JSON lines.
+
+    Raises:
+        UserError: the file is missing, or has a line that is too long for a row.
+    """
+    _check_file(file, key)
+    start = 0
     with open(file, "rb") as opened:
         for number, line in enumerate(iter(lambda: opened.readline(_LINE_BYTES + 1), b""), start=1):
             if len(line) > _LINE_BYTES:
@@ -92,12 +113,14 @@ def _jsonl_rows(file: str, key: str) -> Rows:
                     "JSON object per line, not one for all rows"
                 )
             if line.strip():
-                yield f"{file}:{number}", line
+                yield Line(number, start, line)
+            start += len(line)
 
 
 def _table_rows(file: str, key: str, keeps_nulls: bool) -> Rows:
     import pyarrow
 
+    _check_file(file, key)
     is_arrow = file.endswith(".arrow")
     try:
         batches = _arrow_batches(file) if is_arrow else _parquet_batches(file)
@@ -223,16 +246,31 @@ def digest_rows(rows: Iterable[Mapping[str, Any]], *more: Any) -> str:
     Args:
         more: further values to include.
     """
-    digest = xxhash.xxh3_128()
-    encode = json.JSONEncoder(sort_keys=True, default=_as_text).encode
-    for value in (list(more), *rows) if more else rows:
-        try:
-            text = encode(value)
-        except TypeError:  # keys of several types have no order
-            text = encode(_with_text_keys(value))
-        digest.update(f"{len(text)} ".encode())
-        digest.update(text.encode())
+    digest = RowDigest(*more)
+    for row in rows:
+        digest.add(row)
     return digest.hexdigest()
+
+
+class RowDigest:
+    """The digest of rows that are added one after another (see `digest_rows`)."""
+
+    def __init__(self, *more: Any):
+        self._digest = xxhash.xxh3_128()
+        self._encode = json.JSONEncoder(sort_keys=True, default=_as_text).encode
+        if more:
+            self.add(list(more))
+
+    def add(self, row: Any) -> None:
+        try:
+            text = self._encode(row)
+        except TypeError:  # keys of several types have no order
+            text = self._encode(_with_text_keys(row))
+        self._digest.update(f"{len(text)} ".encode())
+        self._digest.update(text.encode())
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 def _with_text_keys(value: Any) -> Any:

@@ -16,6 +16,7 @@ from trainer.config.fields import config_error, resume_rules
 from trainer.config.schema import is_open
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
 from trainer.data.ledger import Ledger, MixLedger, find_curriculum
+from trainer.data.prompt_files import FilePrompts, MixedPrompts, load_large
 from trainer.data.row_files import digest_rows
 from trainer.data.tokens import changed_answer
 from trainer.environments.base import check_options
@@ -52,33 +53,35 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
     if split == "train" and cfg.data.mix:
         sets = {source: read_source(cfg, source, tokenizer) for source in train_sources(cfg)}
         firsts = (f"{one.first_dropped} of {name_in_mix(name)}" for name, one in sets.items() if one.dropped)
-        prompts = [prompt for one in sets.values() for prompt in one.prompts]
+        prompts = MixedPrompts({name_in_mix(source): one.prompts for source, one in sets.items()})
         return PromptSet(prompts, sum(one.dropped for one in sets.values()), next(firsts, ""))
     if cfg.data.replay:
         return PromptSet(recorded_prompts(cfg, tokenizer), 0)
-    if cfg.environment.name:
-        found = load_rows(cfg.data, split)
-        answers = [prompt.row.get(cfg.data.answer_key) for prompt in found.prompts]
-    else:
-        found = load_prompts(cfg.data, split, tokenizer, cfg.rollout.max_prompt_tokens)
-        answers = [prompt.answer for prompt in found.prompts]
-    _warn_of_changed_answer(cfg, split, found, answers, tokenizer)
+    data, as_rows, longest = cfg.data, bool(cfg.environment.name), cfg.rollout.max_prompt_tokens
+    found = load_large(data, tokenizer, longest, cfg.trainer.run_dir, as_rows) if split == "train" else None
+    if found is None:
+        found = load_rows(data, split) if as_rows else load_prompts(data, split, tokenizer, longest)
+    _warn_of_changed_answer(cfg, split, found.prompts, tokenizer)
     return found
 
 
-def _warn_of_changed_answer(cfg: Config, split: str, found: PromptSet, answers: Sequence[Any], tokenizer: Any) -> None:
+def _warn_of_changed_answer(cfg: Config, split: str, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """Name a reference answer that the policy cannot write, because the tokenizer changes it."""
-    changed = changed_answer(tokenizer, [answer if isinstance(answer, str) else "" for answer in answers])
+
+    def answer_of(prompt: Prompt) -> Any:
+        return prompt.row.get(cfg.data.answer_key) if cfg.environment.name else prompt.answer
+
+    changed = changed_answer(tokenizer, prompts, answer_of)
     if changed is not None:
-        place, text = changed
+        place, answer, text = changed
         LOG.warning(
             "%s=%s: the tokenizer changes the reference answer of row %d of the %s data, %s, into %s, which is all "
             "that the policy can write; a reward that does not take both for equal gives 0 to a right completion",
             cfg.data.name_of("answer_key"),
             cfg.data.answer_key,
-            found.prompts[place].index + 1,
+            prompts[place].index + 1,
             split,
-            one_line(f"{answers[place]!r:.80}"),
+            one_line(f"{answer!r:.80}"),
             one_line(f"{text!r:.80}"),
         )
 
@@ -90,16 +93,19 @@ def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:
         source: dotted name below `data`, such as `mix.math` or `val_sets.math`.
     """
     found = read_prompts(cfg.of_source(source), "val" if source.startswith(VAL_SETS) else "train", tokenizer)
-    return dataclasses.replace(found, prompts=[dataclasses.replace(prompt, source=source) for prompt in found.prompts])
+    prompts = found.prompts
+    named = prompts.of_source(source) if isinstance(prompts, FilePrompts) else None
+    return dataclasses.replace(
+        found, prompts=named or [dataclasses.replace(prompt, source=source) for prompt in prompts]
+    )
 
 
 def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger | MixLedger:
     """Return the ledger of a run that samples from `prompts`."""
     if not cfg.data.mix:
         return _ledger_of_source(cfg, prompts)
-    rows: dict[str, list[Prompt]] = {name: [] for name in cfg.data.mix}
-    for prompt in prompts:
-        rows[name_in_mix(prompt.source)].append(prompt)
+    assert isinstance(prompts, MixedPrompts)
+    rows = prompts.sources
     ledgers = {name: _ledger_of_source(cfg.of_source(f"mix.{name}"), rows[name], name) for name in rows}
     weights = {name: source.weight for name, source in cfg.data.mix.items()}
     return MixLedger(ledgers, weights, {name: len(some) for name, some in rows.items()})
@@ -109,6 +115,8 @@ def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") ->
     def fingerprint() -> str:
         """Return a digest of what the policy sees, and of all that rewards, environments and curricula can read."""
         system_prompt = None if cfg.environment.name else cfg.data.system_prompt  # a template may leave it out
+        if isinstance(prompts, FilePrompts):
+            return prompts.digest
         rows = ({"seen": (one.index, one.token_ids, one.answer), "row": one.row} for one in prompts)
         return digest_rows(rows, system_prompt)
 
