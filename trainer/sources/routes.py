@@ -67,11 +67,8 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
 
 def _warn_of_changed_answer(cfg: Config, split: str, prompts: Sequence[Prompt], tokenizer: Any) -> None:
     """Name a reference answer that the policy cannot write, because the tokenizer changes it."""
-
-    def answer_of(prompt: Prompt) -> Any:
-        return prompt.row.get(cfg.data.answer_key) if cfg.environment.name else prompt.answer
-
-    changed = changed_answer(tokenizer, prompts, answer_of)
+    key = cfg.data.answer_key if cfg.environment.name else None
+    changed = changed_answer(tokenizer, prompts, lambda one: one.answer if key is None else one.row.get(key))
     if changed is not None:
         place, answer, text = changed
         LOG.warning(
