@@ -26,6 +26,7 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
+from trainer import __version__
 from trainer.config import DataConfig
 from trainer.data.chats import Unseen, log_unseen
 from trainer.data.datasets import (
@@ -127,7 +128,7 @@ def _identity(data: DataConfig, files: Sequence[str], tokenizer: Any, max_prompt
         kind, backend = type(tokenizer).__name__, digest_bytes(tokenizer.backend_tokenizer.to_str().encode())
         encodes = [kind, backend, tokenizer.chat_template, tokenizer.special_tokens_map, max_prompt_tokens]
         encodes += [version(name) for name in ("transformers", "tokenizers", "jinja2")]
-    return digest_bytes(json.dumps([_FORMAT, stats, columns, encodes], default=str).encode())
+    return digest_bytes(json.dumps([_FORMAT, __version__, stats, columns, encodes], default=str).encode())
 
 
 def _read(data: DataConfig, key: str, files: Sequence[str], reader: PromptReader | None) -> _Index:
