@@ -99,6 +99,14 @@ KINDS = {
             "trainer.critic.optimizer.lr=1e-3",
             "algorithm.kl_coef=0.01",
         ),
+        _rollouts(
+            "copies",
+            "trainer.num_workers=2",
+            "algorithm=ppo",
+            "trainer.critic.optimizer.lr=1e-3",
+            "rollout.ahead=1",
+            "trainer.copy_steps=true",
+        ),
         _rollouts("dapo", "algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first"),
         _rollouts(
             "ahead",
