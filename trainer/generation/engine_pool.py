@@ -81,6 +81,7 @@ class EnginePool:
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
         self._device = "cuda" if self._gpus else "cpu"  # of the engines
         self._readying = asyncio.Lock()
+        self._fleet = Fleet(cfg, model_path, self._device) if cfg.rollout.fleet else None
         self._memory = GpuMemory(cfg.rollout.colocate and self._gpus > 0)
         self._has_started = self._has_synced = False
         self._assignments: list[GpuAssignment | None] = []
@@ -93,7 +94,6 @@ class EnginePool:
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
-        self._fleet = Fleet(cfg, model_path, self._device) if cfg.rollout.fleet else None
         build = _engine_builder(cfg, model_path, self._device, self._job)
         group = cluster.launch_engines(build, numbers, environment, assignment)
         has_capacity = functools.partial(cluster.has_capacity, group)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.odd_files import config, open_run
-from trainer.checkpoint.components import assets_component
 from trainer.checkpoint.storage import open_storage
 from trainer.config import compose
 from trainer.errors import UserError
@@ -193,12 +192,3 @@ def test_a_task_with_rewards_of_its_own_needs_others(tmp_path):
     with pytest.raises(UserError, match="the rewards of its task sft are not known to an evaluation; name one with"):
         find_subject([str(tmp_path)])
     assert find_subject([str(tmp_path), "reward.name=gsm8k"])[0].step == 1
-
-
-def test_a_reward_model_is_named_before_anything_is_asked_for(tmp_path):
-    with open_run(config(tmp_path, task="rm"), {"step": 1}) as run:
-        assets = {"config.json": b'{"architectures": ["Qwen3ForSequenceClassification"]}'}
-        run.components.append(assets_component(assets))
-        run.save(1, roles=["policy"])
-    with pytest.raises(UserError, match="/global_step_1: Qwen3ForSequenceClassification is a reward model"):
-        find_subject([str(tmp_path)])

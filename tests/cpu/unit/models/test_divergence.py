@@ -59,7 +59,8 @@ def test_divergences_are_those_of_the_formulas_and_of_trl():
         generator = torch.Generator().manual_seed(1)
         p, z = (3 * torch.randn(40, 50, generator=generator, dtype=torch.float64) for _ in range(2))
         p, z = p.log_softmax(-1).to(dtype), z.to(dtype).requires_grad_()
-        ends = (0.05, 0.95) if dtype == torch.float64 else (0.1, 0.9)  # float32 leaves few digits of a small difference
+        # float32 leaves few digits of a small difference
+        ends = (0.05, 0.95) if dtype == torch.float64 else (0.25, 0.75)
         for kind, beta in [("forward", 0.5), ("reverse", 0.5), ("jsd", ends[0]), ("jsd", 0.5), ("jsd", ends[1])]:
             ours = divergence(p, z.log_softmax(-1), kind, beta)
             theirs = by_trl(p, z.log_softmax(-1), ENDS.get(kind, beta))

@@ -19,11 +19,10 @@ from tests.support.runs import OpenRun, configured
 from tests.support.saved_policy import SavedPolicy
 from tests.support.tables import table
 from trainer.checkpoint.components import json_component
-from trainer.checkpoint.manifest import verify
 from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
 from trainer.errors import UserError
 from trainer.evaluate.job import _weights
-from trainer.evaluate.subject import Subject
+from trainer.evaluate.subject import Subject, find_subject
 from trainer.models.checks import check_head, check_trained_models, classifier_fields, refuse_classifier_in
 from trainer.models.export import policy_assets, write_files
 from trainer.models.export_weights import export, write_safetensors
@@ -176,14 +175,13 @@ def test_a_reward_model_says_what_it_is_wherever_a_model_is_named(tmp_path):
             check_trained_models(cfg)
     with pytest.raises(UserError, match="base: its files lack the weight score.weight$"):  # for rewards
         load_pretrained(str(base), torch.float32, False, {"score.weight"})
-    cfg = configured(tmp_path / "run", {"model.path": out})
+    cfg = configured(tmp_path / "run", {"model.path": out, "trainer.task": "rm"})
     with OpenRun(cfg, {"step": 1}) as run:
         run.components.append(json_component("policy/huggingface/config", lambda: config, lambda _: None))
         run.save(1, roles=["policy"])
-    saved = verify(str(tmp_path / "run/checkpoints/global_step_1"), "hash")
-    for subject in (Subject(out), Subject("run", 1, saved)):
+    for evaluate in (lambda: _weights(cfg, Subject(out), "cpu"), lambda: find_subject([str(tmp_path / "run")])):
         with pytest.raises(UserError, match="Qwen3ForSequenceClassification is a reward model, which scores texts"):
-            _weights(cfg, subject, "cpu")
+            evaluate()
 
 
 def test_an_export_that_cannot_have_the_head_is_refused_before_the_first_step(tmp_path, monkeypatch):
