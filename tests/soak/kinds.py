@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from tests.support.fleets import LIMITS as LIMITS_OF_FLEETS
+
 STEPS = 12
 _COMMON = (
     "logger.plot=false",
@@ -66,6 +68,8 @@ class Kind:
     """Which prompts a step trains on does not depend on how long they take. False: each is trained once an epoch."""
     is_served: bool = False
     """An inference server generates, and stays up between the jobs."""
+    has_fleet: bool = False
+    """Its engines join it and leave it all the time."""
     on_nodes: bool = False
     """Its Ray is a cluster of several nodes, of which some are lost."""
     weight: float = 1.0
@@ -107,6 +111,17 @@ KINDS = {
             "rollout.ahead=1",
             "trainer.copy_steps=true",
         ),
+        _rollouts(
+            "fleet",
+            "trainer.num_workers=2",
+            "rollout.ahead=1",
+            "rollout.fleet=true",
+            "rollout.num_engines=0",
+            limits=LIMITS_OF_FLEETS,
+            roles=frozenset({"rank", "reward"}),
+            has_fleet=True,
+        ),
+        _rollouts("differences", "trainer.num_workers=2", "rollout.num_engines=2", "rollout.weight_sync=delta"),
         _rollouts("dapo", "algorithm=dapo", "data.curriculum=tests.support.curriculum:hardest_first"),
         _rollouts(
             "ahead",

@@ -162,6 +162,7 @@ class _Attempt:
         try:
             while self._job.poll() is None:
                 now = time.monotonic()
+                self._workspace.disturb_fleet()
                 if now - started > self._deadline_s:
                     self._show_stuck()
                     raise RoundFailed(STUCK, f"the job did not end within {self._deadline_s:.0f} s")

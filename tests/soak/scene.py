@@ -20,9 +20,11 @@ from tests.soak.processes import family
 from tests.soak.wire import Wire
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.fault_proxy import CUT, ERROR, LOST, PASS, SLOW, SLOW_DOWN, Faults, fault_proxy
+from tests.support.fleets import TOKEN, Crew
 from tests.support.gcs import gcs_server, use_gcs
 from tests.support.inference import Server
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.process.model_server import TOKEN as VARIABLE
 
 DISK_BYTES = 96 << 20
 _BUCKET = "soak"
@@ -64,6 +66,7 @@ class Scene:
         patch = pytest.MonkeyPatch()
         self._stack.callback(patch.undo)
         use_gcs(patch, google)
+        patch.setenv(VARIABLE, TOKEN)
         self.environment = {**use_s3(patch, self._s3), "AWS_ENDPOINT_URL": proxies[0]}
         for name in ("FSSPEC_GS", "FSSPEC_GCS"):
             self.environment[name] = json.dumps({"endpoint_url": proxies[1], "token": "anon"})
@@ -144,14 +147,22 @@ class Workspace(contextlib.ExitStack):
         )
         self.log = directory / "log"
         self.cluster: Cluster | None = None
+        self._crew = Crew(self.run, every_s=0.5) if kind.has_fleet else None
 
     def __enter__(self) -> Workspace:
         self.directory.mkdir()
+        if self._crew is not None:
+            self.callback(self._crew.kill)
         if self.kind.is_served:
             _ = self.server  # it starts before the job is timed
         if self.kind.on_nodes:
             self.cluster = self.enter_context(Cluster())
         return self
+
+    def disturb_fleet(self) -> None:
+        """Let engines come and go, if the job has a fleet. Called all the time while it runs."""
+        if self._crew is not None:
+            self._crew.disturb(0)
 
     @property
     def server(self) -> tuple[Server, Wire]:

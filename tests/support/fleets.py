@@ -64,6 +64,12 @@ class Crew:
             engine.send_signal(signal.SIGTERM)
             self._leaving.append(engine)
 
+    def kill(self) -> None:
+        """Kill all that are left."""
+        for engine in [*self._engines, *self._leaving]:
+            if engine.poll() is None:
+                engine.kill_group()
+
     def wait(self) -> None:
         """Wait until all have ended. Those that are there when the run ends do so by themselves; one that joins at this
         moment is refused."""

@@ -22,6 +22,7 @@ def test_a_job_needs_no_ray(tmp_path, marker, monkeypatch):
     """
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('ray')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))  # no other test has made the warm start there
     before = shared_memory()
     job = ["rollout=transformers", "trainer.total_steps=1", "trainer.resume_mode=latest"]
     job += ["trainer.deterministic=true"]  # on CPU, too, ranks and engines then take deterministic kernels

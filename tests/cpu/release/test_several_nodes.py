@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -24,10 +25,14 @@ from tests.support.jobs import (
     run_forked_job,
 )
 from tests.support.nodes import Node, Nodes
+from trainer.config.engines import ENGINES
 from trainer.process.failures import read_incidents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+ENGINE = dataclasses.replace(ENGINES["transformers"], environment=ENGINES["vllm"].environment)
+"""`is_engine` knows its processes by their environment."""
+TRANSFORMERS = ["rollout=transformers", f"rollout.engine={__name__}:ENGINE"]
 JOB = ["trainer.num_workers=2", "logger.plot=false", "trainer.val_interval=-1", "trainer.resume_mode=latest"]
 
 
@@ -64,7 +69,7 @@ def test_a_job_loses_the_node_of_a_rank_and_that_of_its_driver_and_is_the_job_of
     """Two ranks and an engine are on a node each, one of them behind a slow link. The node of a rank loses its power.
     Then the driver's own node is lost, and the same command is given on the node of a rank.
     """
-    job = [*JOB, "rollout=transformers", "trainer.total_steps=4"]
+    job = [*JOB, *TRANSFORMERS, "trainer.total_steps=4"]
     alone = run_forked_job(*job, f"trainer.run_dir={tmp_path}/alone", cwd=tmp_path)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     monkeypatch.setenv("TRAINER_TIME_LIMITS", "LOCK_LEASE_S=5 NODE_ANSWER_S=5")
