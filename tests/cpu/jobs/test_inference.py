@@ -87,16 +87,16 @@ def vllm_metric(server: Server, name: str) -> float:
 
 
 def test_a_killed_job_on_a_server_of_vllm_generates_only_the_episodes_that_are_missing(server, tmp_path):
-    """20 requests run at a time, and all completions are as long, so two thirds of them are still to come when the
-    first ones end. That takes far longer than the journal needs to write those."""
-    requests, longest = 60, 512
+    """20 requests run at a time, and all completions are as long, so most of them are still to come when the first ones
+    end. That takes far longer than the journal needs to write those."""
+    requests, longest, env = 160, 512, {"TRAINER_TIME_LIMITS": "JOURNAL_FLUSH_S=0.05"}
     build_tiny(TinyShape(), str(tmp_path / "model"))  # as the server's; so cold, it never stops
     words = (f"model.path={tmp_path}/model", "rollout.engine=server", f"rollout.urls=[{server.url}]",
-             f"rollout.max_response_tokens={longest}", "rollout.temperature=0.01", "trainer.train_batch_size=30",
+             f"rollout.max_response_tokens={longest}", "rollout.temperature=0.01", "trainer.train_batch_size=80",
              "trainer.total_steps=1", "algorithm=grpo", "trainer.val_interval=-1",
              f"trainer.run_dir={tmp_path}/run")  # fmt: skip
     pieces = tmp_path / "run/.journal"
-    assert not run_until(tmp_path / "log", *words, kill_when=lambda _: any(pieces.glob("step_1-*.arrow")))
+    assert not run_until(tmp_path / "log", *words, env=env, kill_when=lambda _: any(pieces.glob("step_1-*.arrow")))
     found = [decode_groups(path.read_bytes())[0] for path in pieces.glob("step_1-*.arrow")]
     recorded = sum(len(episodes) for piece in found for episodes in piece.values())
     assert 0 < recorded < requests
