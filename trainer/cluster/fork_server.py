@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -135,11 +136,14 @@ class ForkServer:
 
 
 def end_tree(process: psutil.Process) -> None:
-    """Kill a process and all processes that it has started, and wait until they have exited."""
+    """Kill a process and all processes that it has started, and wait until they have exited, reaped or not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         processes = [*process.children(recursive=True), process]
         end_all(processes)
-        psutil.wait_procs(processes, time_limits.PROCESS_EXIT_S)
+        end = time.monotonic() + time_limits.PROCESS_EXIT_S
+        while any(map(is_running, processes)) and time.monotonic() < end:
+            time.sleep(0.01)
+        psutil.wait_procs(processes, timeout=0)  # reaps those that this process has started
 
 
 def _name_process(title: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cpu.unit.cluster.hosted import FailsToLoad, Host
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster.fork_server import ForkServer
+from trainer.cluster.fork_server import ForkServer, end_tree
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.supervisor import is_running
 from trainer.config import Config
@@ -204,3 +204,16 @@ def test_the_death_of_the_driver_leaves_no_process(kind, marker):
     driver.kill()
     driver.wait()
     wait_until(lambda: left_running(marker) == [] and ended(int(child)))
+
+
+def test_a_killed_process_that_nobody_reaps_has_exited(monkeypatch):
+    """As a worker whose fork server was killed, where the first process of a container reaps no orphans."""
+    monkeypatch.setattr(time_limits, "PROCESS_EXIT_S", 10_000.0)
+    careless = "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", careless], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            child = psutil.Process(int(parent.stdout.readline()))
+            end_tree(child)
+            assert child.status() == psutil.STATUS_ZOMBIE
+        finally:
+            parent.kill()
