@@ -45,7 +45,7 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.buckets import client_of
 from trainer.checkpoint.manifest import MANIFEST, files_at
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.config import Config, policy_role
+from trainer.config import Config, RolloutConfig, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.policy import PolicyWorker
 from trainer.workers.rank import Rank
@@ -62,7 +62,7 @@ class Measured:
     """One rank, with a policy and its optimizer, and the times of what it has done."""
 
     def __init__(self, number: int, args: argparse.Namespace, port: int, model: str):
-        cfg = Config()
+        cfg = Config(rollout=RolloutConfig(max_logprob_diff=None))  # the log-probs of the batch are made up
         cfg.trainer.mini_batch_size = 2
         cfg.model.path = model
         self.number, self.args, self.size = number, args, 0

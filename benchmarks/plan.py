@@ -30,7 +30,7 @@ from benchmarks.models import SHAPES, Shape, add_data, make_model
 from benchmarks.phases import run_job as measure_job
 from benchmarks.ranks import PlannedRank, make_batch
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config, compose
+from trainer.config import Config, RolloutConfig, compose
 from trainer.plan.hardware import parse_cluster
 from trainer.plan.plan import make_plan
 
@@ -73,7 +73,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", 
 def config_of(path: str, name: str) -> Config:
     """Return the config of a case, with `N` completions of `RESPONSE` tokens for each of `GROUPS` prompts."""
     settings = dict(CONFIGS[name])
-    cfg = Config()
+    cfg = Config(rollout=RolloutConfig(max_logprob_diff=None))  # the log-probs of the batch are made up
     cfg.model.path = path
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = PROMPT, RESPONSE
     cfg.rollout.n = N

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.memory import allocator_peak, peak_resident_bytes, reset_peak, resident_bytes
-from trainer.config import Config, policy_role
+from trainer.config import Config, RolloutConfig, policy_role
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group
 from trainer.workers.host_memory import storages_of
@@ -56,7 +56,7 @@ def one_policy(path: str, directory: str, dtype: str, **trainer: Any) -> Iterato
 
     Rows share no tokens, so that the FLOPs of a row are known.
     """
-    cfg = Config()
+    cfg = Config(rollout=RolloutConfig(max_logprob_diff=None))  # the log-probs of the batch are made up
     cfg.model.path = path
     cfg.trainer.mini_batch_size = 10_000  # one optimizer step an update
     cfg.trainer.policy.fsdp.param_dtype = dtype

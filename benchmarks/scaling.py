@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.models import SHAPES, Shape, add_data, make_model
 from benchmarks.ranks import TimedRank, cpu_seconds, gsm8k_lengths, make_batch, one_policy
 from trainer.cluster.process_cluster import ProcessCluster
-from trainer.config import Config
+from trainer.config import Config, RolloutConfig
 
 SMALL = Shape(2048, 256, 768, 4, 4, 2)
 MODELS = {"4M": SMALL, "17M": SHAPES["17M"], "48M": Shape(8192, 768, 2304, 6, 12, 4)}
@@ -45,7 +45,7 @@ def measure_ranks(path: str, vocabulary: int, rows: int, counts: list[int]) -> N
     print(f"\n| ranks | update of {rows} rows | speed-up | CPU of all | to one rank |\n" + "|---" * 5 + "|", flush=True)
     base: tuple[float, float] | None = None
     for count in counts:
-        cfg = Config()
+        cfg = Config(rollout=RolloutConfig(max_logprob_diff=None))  # the log-probs of the batch are made up
         cfg.trainer = dataclasses.replace(cfg.trainer, num_workers=count, mini_batch_size=10_000)
         cfg.trainer.max_tokens_per_micro_batch = 4096
         with ProcessCluster(cfg, "cpu") as cluster:
