@@ -67,23 +67,29 @@ WORKLOADS = {
 
 
 class Answers:
-    """Answers each reply with a line of text; done after 40 replies."""
+    """Answers each reply with a line of text; done after `turns` replies."""
+
+    turns = TURNS
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
-        self._left = TURNS
+        self.left = self.turns
         return [{"role": "user", "content": row["prompt"]}]
 
     async def step(self, reply: Message) -> StepResult:
-        self._left -= 1
-        text = f"{self._left} left, {len(reply['content'])} characters."
-        return StepResult([{"role": "user", "content": text}], 1.0, done=self._left == 0)
+        self.left -= 1
+        text, reward = self.answer(len(reply["content"]))
+        return StepResult([{"role": "user", "content": text}], reward, done=self.left == 0)
+
+    def answer(self, characters: int) -> tuple[str, float]:
+        """Return the text and the reward for a reply of so many characters."""
+        return f"{self.left} left, {characters} characters.", 1.0
 
     def close(self) -> None:
         pass
 
 
 class Tokens(StoppingEngine):
-    """Gives replies of up to 64 tokens at once."""
+    """Makes a whole reply, of at most 64 tokens, in one step."""
 
     token_s = 0.0
 
@@ -151,7 +157,7 @@ IN_CALLS = [0.0]
 
 
 class Unrecorded(EpisodeTurns):
-    """The turns of an episode that nobody records, or looks for in the journal."""
+    """Turns that are not written to the journal, and are not looked up there."""
 
     async def find(self, name: str) -> Completion | None:
         return None

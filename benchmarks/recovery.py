@@ -40,10 +40,11 @@ from typing import Any
 
 import psutil
 
+from benchmarks.journal import Answers as LineAnswers
 from tests.support.agents import chat
 from tests.support.token_engine import StoppingEngine
 from trainer.config.engines import EngineSpec
-from trainer.environments import Endpoint, Message, StepResult
+from trainer.environments import Endpoint
 from trainer.generation.engine import Completion, Request
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
@@ -80,20 +81,13 @@ class Timed(StoppingEngine):
 ENGINE = EngineSpec(path=f"{__name__}:Timed", unit="request")
 
 
-class Answers:
+class Answers(LineAnswers):
     """Answers each reply with its length; done after 8 replies."""
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
-        self._left = TURNS
-        return [{"role": "user", "content": row["prompt"]}]
+    turns = TURNS
 
-    async def step(self, reply: Message) -> StepResult:
-        self._left -= 1
-        answer = {"role": "user", "content": str(len(reply["content"]))}
-        return StepResult([answer], float(len(reply["content"]) % 2), done=self._left == 0)
-
-    def close(self) -> None:
-        pass
+    def answer(self, characters: int) -> tuple[str, float]:
+        return str(characters), float(characters % 2)
 
 
 class Agent:
@@ -306,7 +300,7 @@ def lose_trajectories(root: str, words: list[str], part: float) -> tuple[float, 
         time.sleep(0.5)  # within replies
         processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
         for process in processes:
-            process.suspend()  # all at once
+            process.suspend()  # so that none works while others are killed
         killed = time.time()
         for process in processes:
             process.kill()

@@ -42,7 +42,7 @@ SHAPE = TinyShape(hidden_size=768, intermediate_size=2304, num_layers=14, num_he
 
 
 class RankProcess:
-    """A rank and what is asked of it."""
+    """A rank in a process of its own, and the calls that the benchmark makes to it."""
 
     def __init__(self, number: int, path: str, store: str, dtype: str):
         from benchmarks.ranks import make_batch
@@ -65,7 +65,7 @@ class RankProcess:
 
 
 class EngineProcess:
-    """An engine and what is asked of it."""
+    """An engine in a process of its own, and the calls that the benchmark makes to it."""
 
     def __init__(self, number: int, path: str, store: str, dtype: str):
         from trainer.generation.transformers_engine import TransformersEngine

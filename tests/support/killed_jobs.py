@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forks import fork_clusters, fork_server
-from tests.support.jobs import environment, metrics
+from tests.support.jobs import comparable, environment, metrics
 from tests.support.runs import rollouts_of
+from trainer.models.tiny import TinyShape, build_tiny
 
 STEPS = 6
 TRAIN_SIZE = 10
@@ -40,6 +41,19 @@ CONFIG = (
     f"data.train_size={TRAIN_SIZE}",
     "data.val_size=4",
 )
+
+
+def build_smallest(path: Path) -> Path:
+    """Build a model of one small layer in a directory, and return it."""
+    size = TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    build_tiny(size, str(path))
+    return path
+
+
+def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes]:
+    """The metrics of a finished run, and the bytes of its final weights."""
+    weights = run / f"exports/global_step_{STEPS}/policy/model.safetensors"
+    return comparable(metrics(run)), weights.read_bytes()
 
 
 PLACES = (

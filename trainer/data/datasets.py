@@ -14,14 +14,7 @@ from typing import Any
 import jinja2
 
 from trainer.config import DataConfig
-from trainer.data.chats import (
-    PromptCheck,
-    read_chat,
-    read_tools,
-    read_variables,
-    with_other_arguments,
-    writes_strings,
-)
+from trainer.data.chats import PromptCheck, read_chat, read_tools, read_variables, with_other_arguments, writes_strings
 from trainer.data.generators import generate
 from trainer.data.reasoning_tasks import check_task
 from trainer.data.row_files import lines, parsed

@@ -72,11 +72,9 @@ def check_proof(lease: Lease, token: str) -> None:
         WorkerError: nothing is.
     """
     nonce, answer = secrets.token_hex(16), {}
-    limits = httpx.Timeout(time_limits.SERVER_CONNECT_S)
+    url, limit_s = f"{lease.address}{protocol.PROOF}", time_limits.SERVER_CONNECT_S
     try:
-        with httpx.stream(
-            "GET", f"{lease.address}{protocol.PROOF}", params={"nonce": nonce}, timeout=limits, trust_env=False
-        ) as response:
+        with httpx.stream("GET", url, params={"nonce": nonce}, timeout=limit_s, trust_env=False) as response:
             answer = parse_object(read_answer(response), {"proof": str})
     except (httpx.TransportError, httpx.StreamError) as error:
         reason = one_line(str(error)) or type(error).__name__

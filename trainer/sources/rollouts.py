@@ -200,6 +200,7 @@ class _Together:
 
     def __init__(self, engines: EnginePool, count: Callable[[str, int], None], on_asked: Callable[[], None]):
         self.engines = engines
+        self.has_company = engines.unit == "batch" and engines.repeats  # others decide the bits of a completion
         self._count = count
         self._on_asked = on_asked
         self._asking: set[_Asks] = set()
@@ -226,7 +227,7 @@ class _Together:
         finally:
             self._count("rollout", -1)
         if recorded is None:
-            asks.turns.add_reply(name, completion, self.engines.unit == "batch" and self.engines.repeats)
+            asks.turns.add_reply(name, completion, self.has_company)
         return completion
 
     def finish(self, asks: _Asks) -> None:
@@ -247,7 +248,7 @@ class _Together:
     async def _complete(self, waiting: Sequence[_Waiting]) -> None:
         """Answer a batch. If a reply is missing, and the others decide its last bits, they are generated with it."""
         lacks = any(one.recorded is None for one in waiting)
-        batch = [one for one in waiting if one.recorded is None or lacks and self.engines.repeats]
+        batch = [one for one in waiting if one.recorded is None or lacks and self.has_company]
         try:
             completions = await self.engines.complete_together([one.request for one in batch]) if batch else []
         except BaseException as error:
@@ -358,7 +359,7 @@ class Rollouts:
             groups.append(Group(order, some, record(some), self.routes[some[0].prompt.source]))
         await all_of([self._find(group) for group in groups])
         is_partial = any(group.missing for group in groups) and any(group.found for group in groups)
-        needs_batch = is_partial and self.engines.unit == "batch" and self.engines.repeats
+        needs_batch = is_partial and together.has_company
         todo = {
             group.order: range(len(group.requests)) if needs_batch else group.missing
             for group in groups

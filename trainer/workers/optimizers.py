@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
 from trainer.errors import UserError
 from trainer.import_utils import import_function, user_code
 from trainer.objectives.optimizer_check import KEY
+from trainer.workers.host_memory import local_tensor
 from trainer.workers.muon import Muon, muon_matrices
 
 
@@ -157,7 +157,7 @@ class Optimizers:
         numbers = 0
         for optimizer in self.all:
             new = [p for p in _parameters_of(optimizer) if p not in optimizer.state and p.device.type == device]
-            numbers += sum((1 if isinstance(optimizer, Muon) else 2) * _local(p).numel() for p in new)
+            numbers += sum((1 if isinstance(optimizer, Muon) else 2) * local_tensor(p).numel() for p in new)
         return 4 * numbers
 
 
@@ -218,7 +218,7 @@ def _try_custom(config: OptimizerConfig, mesh: DeviceMesh) -> None:
         step(module, optimizers, 2)
         step(other, restored, 2)
     for one, two in zip(module.parameters(), other.parameters(), strict=True):
-        if not torch.equal(_local(one), _local(two)):
+        if not torch.equal(local_tensor(one), local_tensor(two)):
             problem = "a model whose state was saved and loaded is trained differently after it"
             raise UserError(f"{KEY}.name={config.name}: {problem}; keep all that decides a step in its state_dict")
 
@@ -254,7 +254,3 @@ def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
     }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import comparable, metrics
-from tests.support.killed_jobs import STEPS, run_until
+from tests.support.killed_jobs import build_smallest, outcome, run_until
 from trainer.files.shared_memory import PREFIX, SHARED_MEMORY
-from trainer.models.tiny import TinyShape, build_tiny
 from trainer.process.failures import read_incidents
 
 pytestmark = pytest.mark.slow
@@ -19,12 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> tuple[str, ...]:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(
-        TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
-    )
     return (
-        f"model.path={path}",
+        f"model.path={build_smallest(tmp_path_factory.mktemp('model'))}",
         "trainer.num_workers=2",
         "trainer.max_restarts=9",
         "trainer.ckpt_interval=100",
@@ -32,19 +26,6 @@ def overrides(tmp_path_factory) -> tuple[str, ...]:
         "algorithm=grpo",
         "trainer.policy.optimizer.name=tests.support.faults:FaultyAdamW",
     )
-
-
-def outcome(run: Path) -> tuple[list[dict], bytes]:
-    """The metrics of a finished run, and the bytes of its final weights."""
-    weights = run / f"exports/global_step_{STEPS}/policy/model.safetensors"
-    return comparable(metrics(run)), weights.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    assert run_until(directory / "log", f"trainer.run_dir={directory}/run", *overrides)
-    return outcome(directory / "run")
 
 
 def directories() -> set[str]:

@@ -6,13 +6,11 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import comparable, left_in_shared_memory, members, metrics, shared_memory, wait_until
-from tests.support.killed_jobs import STEPS, run_until
-from trainer.models.tiny import TinyShape, build_tiny
+from tests.support.jobs import left_in_shared_memory, members, shared_memory, wait_until
+from tests.support.killed_jobs import build_smallest, outcome, run_until
 from trainer.process.failures import read_incidents
 
 pytestmark = pytest.mark.slow
@@ -27,31 +25,14 @@ def limits() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> tuple[str, ...]:
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(
-        TinyShape(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16), path
-    )
     return (
-        f"model.path={path}",
+        f"model.path={build_smallest(tmp_path_factory.mktemp('model'))}",
         "trainer.num_workers=2",
         "rollout.ahead=1",
         "trainer.max_restarts=5",
         "reward.timeout_s=300",
         "algorithm.policy_loss=tests.support.faults:faulty_clip",
     )
-
-
-def outcome(run: Path) -> tuple[list[dict], bytes]:
-    """The metrics of a finished run, and the bytes of its final weights."""
-    weights = run / f"exports/global_step_{STEPS}/policy/model.safetensors"
-    return comparable(metrics(run)), weights.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(overrides, tmp_path_factory) -> tuple[list[dict], bytes]:
-    directory = tmp_path_factory.mktemp("uninterrupted")
-    assert run_until(directory / "log", f"trainer.run_dir={directory}/run", *overrides)
-    return outcome(directory / "run")
 
 
 def test_a_job_whose_ranks_die_hang_and_run_out_of_memory_ends_like_an_uninterrupted_one(
