@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -60,6 +61,16 @@ def _own_environment() -> Iterator[None]:
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     changed = {name for name in changed if not name.startswith(_SET_FOR_THE_PROCESS)}
     assert not changed, f"the test has changed variables of the environment: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """A command that runs in this process prints the messages of all modules: only until its test ends."""
+    logger = logging.getLogger("trainer")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_config_names_no_upper_room():
 
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1520, 1400),
-    "run process": (3613, 2600),
+    "run process": (3625, 2600),
     "sources generation journal environments agents": (13610, 8500),
     "inference": (1625, 900),
     "rewards": (1150, 900),

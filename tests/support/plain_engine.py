@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
@@ -23,6 +25,14 @@ from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory
 
 SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "broadcast"), max_lora_rank=8,
                   environment={"PLAIN": "1"}, cpu_environment={"PLAIN_CPU": "1"})  # fmt: skip
+
+
+def _lives(pid: int) -> bool:
+    """A killed process that nobody reaps has given its memory back."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Gpu:
@@ -36,9 +46,7 @@ class Gpu:
         with open(self._path, "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            held = {
-                pid: share for pid, share in json.loads(file.read() or "{}").items() if os.path.exists(f"/proc/{pid}")
-            }
+            held = {pid: share for pid, share in json.loads(file.read() or "{}").items() if _lives(int(pid))}
             held[self._holder] = percent
             if sum(held.values()) > 100:
                 raise MemoryError(f"CUDA out of memory: {held}")

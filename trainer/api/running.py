@@ -25,7 +25,7 @@ from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
 from trainer.config.tasks import TASKS, TaskSpec
 from trainer.errors import UserError
-from trainer.process.log_setup import logging_to_file, show_messages
+from trainer.process.log_setup import logging_to_file, showing_messages
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
 from trainer.run.next_command import PYTHON_RUN
 from trainer.run.state import OnStep
@@ -135,7 +135,7 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = F
 
 
 def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None) -> RunResult:
-    """Run in this process, and leave its environment and signal handlers as they were."""
+    """Run in this process, and leave its environment, log and signal handlers as they were."""
     import torch
 
     from trainer.api.worker_main import job_of
@@ -154,9 +154,8 @@ def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_st
         return bool(ends)
 
     environment, threads = dict(os.environ), torch.get_num_threads()
-    show_messages()
     try:
-        with SIGNALS.listening(), logging_to_file():
+        with showing_messages(), SIGNALS.listening(), logging_to_file():
             run_words(job_of(pickles, paths.update, step if on_step else None), overrides)
     except Stopped as reason:
         if ends and ends[0] is not None:

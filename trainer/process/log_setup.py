@@ -192,6 +192,19 @@ def show_messages() -> None:
 
 
 @contextlib.contextmanager
+def showing_messages() -> Iterator[None]:
+    """Do what `show_messages` does while the block runs: the program around it has a log of its own."""
+    logger = logging.getLogger("trainer")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    show_messages()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.propagate, logger.handlers = propagate, handlers
+
+
+@contextlib.contextmanager
 def messages_to(write: Callable[[str], None]) -> Iterator[None]:
     """Pass messages to `write`, line by line, while the block runs."""
     previous, _MESSAGES.write = _MESSAGES.write, write

@@ -219,12 +219,15 @@ def test_a_run_in_this_process_computes_the_same_and_leaves_nothing_behind(tmp_p
     here = [*common, f"trainer.run_dir={tmp_path}/here", f"model.cache_dir={tmp_path}/other"]
     options = {"policy_loss": recorded_loss, "in_process": True}
     environ, handlers = dict(os.environ), [signal.getsignal(number) for number in HANDLED]
+    logger = logging.getLogger("trainer")
+    log = logger.level, logger.propagate, list(logger.handlers)
     with pytest.raises(UserError, match="rollout.ahead=1: choose 0: trainer.ray_address=this_process has one rank"):
         train([*here, "rollout.ahead=1"], **options)
     assert train(here, on_step=lambda metrics: metrics["step"] == 2, **options).status == "stopped"
     result = train([*here, "trainer.resume_mode=latest"], **options)
     assert result.status == "finished" and {pid for pid, _ in LOSSES} == {os.getpid()}
     assert os.environ == environ and [signal.getsignal(number) for number in HANDLED] == handlers
+    assert (logger.level, logger.propagate, logger.handlers) == log
     assert not torch.distributed.is_initialized()
     for ours, theirs in zip(result.rows, expected.rows, strict=True):
         same = {name for name in theirs if not name.startswith(("time/", "perf/", "journal/"))}

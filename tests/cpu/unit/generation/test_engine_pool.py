@@ -177,11 +177,11 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(start, monkey
     monkeypatch.setitem(ENGINES, "plain", streaming())
     pool, ranks = start("cuda", num_engines=2, max_num_seqs=3, weight_sync="shared_memory")
     pool.start(version=1, is_initial=True)
-    requests = [Request([i, 0], i, SAMPLED) for i in range(12)]
+    ranks.call("policy", "train")
+    requests = [Request([i, 0], i, SAMPLED) for i in range(200)]  # so many that they are under way for long enough
     requests[11] = Request([plain_engine.WAITS, 4], 11, SAMPLED)
     waiting = begin(pool, requests)
     wait_for(lambda: len(list(Path(pool._model_path).glob("answered *"))) >= 2)
-    ranks.call("policy", "train")
     pool.sync_weights(2, "keep")
     completions = waiting.result()
     weights = {one.weight_versions: int(one.token_ids[-1]) for one in completions}
