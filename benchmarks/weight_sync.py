@@ -2,7 +2,8 @@
 
 One or more ranks and one engine (transformers) are processes of this machine, as `trainer.ray_address=processes` starts
 them. Prints, for each way on this device, the median GB/s from the call to the engine's new weights, and its ratio to a
-plain copy of the same bytes in memory, in the same run. On GPUs, rank and engine share the first one.
+plain copy of the same bytes in memory, in the same run. Also prints what part of the CPU time in which an engine loads
+weights is the digest that proves them. On GPUs, rank and engine share the first one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import torch
 
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RolloutConfig
+from trainer.generation.engine import SharedMemory
 from trainer.generation.engine_pool import EnginePool
+from trainer.generation.transformers_engine import TransformersEngine
 from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.models.weight_deltas import WeightsDigest
 
 
 def plain_copy(size: int, device: str, repeats: int) -> float:
@@ -51,6 +55,20 @@ def syncs(cfg: Config, device: str, path: str, count: int) -> tuple[list[float],
         return seconds[1:], pool.synced_bytes
 
 
+def proof(path: str, device: str, count: int) -> tuple[float, float]:
+    """Return the CPU seconds in which an engine loads the files of a model, and those of the digest of these."""
+    engine = TransformersEngine(path, dtype="auto", seed=1, rollout=RolloutConfig(engine="transformers"), device=device)
+    loads, digests = [], []
+    for version in range(count + 1):
+        begin = time.process_time()
+        engine.sync_weights(SharedMemory(path), version)
+        middle = time.process_time()
+        WeightsDigest().add_files(path)
+        loads.append(middle - begin)
+        digests.append(time.process_time() - middle)
+    return median(loads[1:]), median(digests[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512, help="width of the model (default: 512)")
@@ -75,10 +93,12 @@ def main() -> None:
             seconds, size = syncs(cfg, device, path, arguments.syncs)
             rows.append((way, median(seconds), size))
         copy = plain_copy(rows[0][2], device, arguments.syncs)
+        load, digest = proof(path, device, arguments.syncs)
     print(f"{rows[0][2] / 1e6:.0f} MB, {device}, {arguments.ranks} rank(s); a plain copy: {size / 1e9 / copy:.2f} GB/s")
     print("| way | seconds | GB/s | to a plain copy |\n|---|---|---|---|")
     for way, seconds, size in rows:
         print(f"| {way} | {seconds:.3f} | {size / 1e9 / seconds:.2f} | {copy / seconds:.1%} |")
+    print(f"digest of the weights: {digest / load:.3f} of the CPU seconds in which an engine loads them")
 
 
 if __name__ == "__main__":

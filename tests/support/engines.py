@@ -41,8 +41,15 @@ def start_vllm(
     cluster: ProcessCluster, path: str, rollout: RolloutConfig = ROLLOUT, seed: int = 1, **options: Any
 ) -> RemoteEngine:
     """Begin to start an engine with the model at `path`."""
-    factory = functools.partial(VLLMEngine, path, dtype="auto", seed=seed, rollout=rollout, device="cpu", **options)
+    factory = functools.partial(AskedEngine, path, dtype="auto", seed=seed, rollout=rollout, device="cpu", **options)
     return RemoteEngine(cluster.launch_engines(factory, [()], ENVIRONMENT))
+
+
+class AskedEngine(VLLMEngine):
+    """Also says whether it serves the adapter in a directory."""
+
+    def serves(self, directory: str) -> bool:
+        return all(self._llm.collective_rpc("serves_adapter", args=(1, directory)))
 
 
 class RemoteEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -22,6 +23,7 @@ from trainer.errors import UserError, WorkerError
 from trainer.files.atomic_io import write_file
 from trainer.generation.engine import Completion, Request, RunningRequests
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
+from trainer.models.weight_deltas import digest_of
 
 SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "broadcast"), max_lora_rank=8,
                   environment={"PLAIN": "1"}, cpu_environment={"PLAIN_CPU": "1"})  # fmt: skip
@@ -225,6 +227,21 @@ class SlowEngine(PlainEngine):
         super().__init__(model_path, **options)
 
 
+class ProvingEngine(PlainEngine):
+    """Says which adapter it has. The first engine that finds a file `stuck` keeps its old one."""
+
+    _digest = ""
+
+    def sync_weights(self, source: WeightSource, version: int) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            (self._directory / "stuck").unlink()
+            self._version = version
+            return self._digest
+        super().sync_weights(source, version)
+        self._digest = digest_of(source.weights)
+        return self._digest
+
+
 class ForgetfulEngine(PlainEngine):
     """Keeps the version that it has."""
 
@@ -307,8 +324,8 @@ class PlainRanks:
     def check_shared(self, dtype: str) -> None:
         pass
 
-    def share_weights(self, dtype: str) -> str:
-        return self.policy.call("write_weights")[0]
+    def share_weights(self, dtype: str) -> tuple[str, int]:
+        return self.policy.call("write_weights")[0], 0
 
     def drop_shared(self) -> None:
         self.policy.call_one(0, "drop_weights")

@@ -113,8 +113,13 @@ class Engine(Protocol):
         """Return completions in the order of the requests. The engine must be awake."""
         ...
 
-    def sync_weights(self, source: WeightSource, version: int) -> None:
-        """Load the weights of `source`, awake or asleep. Completions carry `version` from now on."""
+    def sync_weights(self, source: WeightSource, version: int) -> str | None:
+        """Load the weights of `source`, awake or asleep. Completions carry `version` from now on.
+
+        Returns:
+            the digest of what was loaded (`trainer.models.weight_deltas.WeightsDigest`; of an adapter, `digest_of` its
+            file): an engine with another one than the ranks and the other engines is not used. None: it does not tell.
+        """
         ...
 
     def set_version(self, version: int) -> None:
@@ -152,8 +157,8 @@ class StreamingEngine(Engine, Protocol):
         """
         ...
 
-    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
-        """Load the weights of `source`, awake or asleep.
+    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> str | None:
+        """Load the weights of `source`, awake or asleep; return their digest, as `Engine.sync_weights` does.
 
         Args:
             running: see `RunningRequests`. A completion that was kept has an older and a newer version.

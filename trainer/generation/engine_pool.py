@@ -74,6 +74,8 @@ class EnginePool:
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
         self.synced_bytes = 0
         """Size of the weights or adapters of the last sync."""
+        self.weights_digest: str | None = None
+        """Of the weights of the last sync, which all engines that serve have proved (see `Engine.sync_weights`)."""
         self.loop = EventLoop()
         """On which completions are asked for."""
         self._waking_bytes = 0  # of each GPU; 0: not known
@@ -287,7 +289,8 @@ class EnginePool:
         source = self._transport.kept
         if source is not None:
             arguments = self._arguments(source, self._version, "keep")
-            self._engines.mark_ready(self._engines.call(stale, "sync_weights", *arguments), self._version)
+            digests = self._engines.call(stale, "sync_weights", *arguments)
+            self._engines.mark_ready(self._proved(digests, self.weights_digest), self._version)
         elif self._has_initial_weights:
             self._engines.mark_ready(self._engines.call(stale, "set_version", self._version), self._version)
 
@@ -355,16 +358,19 @@ class EnginePool:
         with self._transport.offer() as (source, sending):
             arguments = self._arguments(source, version, running)
             if sending is None:
-                engines.mark_ready(engines.call(receivers, "sync_weights", *arguments), version)
+                digests, expected = engines.call(receivers, "sync_weights", *arguments), self._transport.digest
             else:
-                engines.mark_ready(self._receive(receivers, arguments, sending), version)
+                digests, expected = self._receive(receivers, arguments, sending)
+            ready = self._proved(digests, expected)
+            engines.mark_ready(ready, version)
+            self.weights_digest = expected or next((digests[engine] for engine in ready), None)
         self._waking_bytes = 0  # the weights are awake now, and the ranks have left enough for the rest
         self._version = version
         self._has_synced, self._has_initial_weights = True, False
         self.synced_bytes = self._transport.synced_bytes
 
-    def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> list[int]:
-        """Let engines take what the ranks send; return those that have it.
+    def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> tuple[Any, Any]:
+        """Let engines take what the ranks send; return what both say of it (see `Engines.receive`).
 
         Raises:
             Exception: an engine or a rank failed. The others may wait for it without end: the engines are replaced.
@@ -376,6 +382,28 @@ class EnginePool:
             self._receivers = []
             self._engines.mark_failed(receivers, failure)
             raise failure from (error if failure is not error else None)
+
+    def _proved(self, digests: Mapping[int, str | None], expected: str | None) -> list[int]:
+        """Return the engines that have the weights of the ranks. The others are lost.
+
+        Args:
+            digests: what each engine says of the weights that it has loaded; None: it says nothing.
+            expected: what the ranks say; None: nothing, so the engines must agree.
+        """
+        told = {digest for digest in digests.values() if digest is not None}
+        if expected is None and len(told) == 1:
+            (expected,) = told
+        for engine, digest in digests.items():
+            if digest not in (None, expected):
+                name = f"{self._engines.group.name} {engine}"
+                error = WorkerError(
+                    f"{name} serves other weights than it was given: their digest is {digest}, and that of "
+                    f"{'the ranks is ' + expected if expected else 'other engines differs'}",
+                    RESTART_HINT,
+                )
+                set_failure_source(error, FailureSource(name))
+                self._engines.mark_failed([engine], error)
+        return [engine for engine, digest in sorted(digests.items()) if digest in (None, expected)]
 
     def shutdown(self) -> None:
         """End the engines. A failure is only logged: the run is finished, and the cluster ends their processes."""

@@ -456,8 +456,8 @@ class Engines:
             calls.begin(engine, method, *args)
         return self._results(calls)
 
-    def receive(self, engines: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> list[int]:
-        """Let engines take what the ranks send meanwhile; return those that have it.
+    def receive(self, engines: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> tuple[dict, Any]:
+        """Let engines take what the ranks send meanwhile; return the digests of engines, by number, and of ranks.
 
         An engine whose server does not take it from the engine is lost alone: the ranks have sent all to it.
 
@@ -467,10 +467,10 @@ class Engines:
         receiving = Receiving(self.group)
         for engine in engines:
             receiving.begin(engine, "sync_weights", *arguments)
-        wait_for_all(receiving.result, sending.result)
+        results, sent = wait_for_all(lambda: dict(receiving.completed()), sending.result)
         for engine, error in receiving.lost.items():
             self.mark_failed([engine], error)
-        return [engine for engine in engines if engine not in receiving.lost]
+        return results, next(filter(None, sent), None)
 
     def placements(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""

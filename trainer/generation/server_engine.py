@@ -208,27 +208,29 @@ class ServerEngine:
                 self._sending.notify_all()
         yield from lines
 
-    def sync_weights(self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort") -> None:
-        """Let the server load the weights of `source`."""
+    def sync_weights(
+        self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort"
+    ) -> str | None:
+        """Let the server load the weights of `source`; return their digest, as the server says it."""
         if running == "abort":
             self._batches += 1
             self._pending.clear()
         self._version = version
         try:
-            self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
+            return self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
         finally:
             self._close_shared()
 
-    def _pass_on(self, path: str, version: int, running: RunningRequests) -> None:
-        """Let the server load the weights in the directory `path`."""
+    def _pass_on(self, path: str, version: int, running: RunningRequests) -> str | None:
+        """Let the server load the weights in the directory `path`; return their digest."""
         update = {"version": version, "running": running}
         with self._sending:
             if not self._sending.wait_for(lambda: not self._unsent, _ATTEMPTS * time_limits.SERVER_SILENCE_S):
                 raise self._lost("it does not take the requests that the new weights wait for")
             try:
-                self._update({**update, "path": path, "files": protocol.fingerprint(path)})
+                return self._update({**update, "path": path, "files": protocol.fingerprint(path)})
             except _AbsentError:  # the server is on another machine
-                self._update({**update, "path": None, "files": self._upload(path)})
+                return self._update({**update, "path": None, "files": self._upload(path)})
 
     def _receive_broadcast(self, source: Any) -> str:
         """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""
@@ -261,7 +263,7 @@ class ServerEngine:
             self._shared.close()
             self._shared = None
 
-    def _update(self, message: Mapping[str, Any]) -> None:
+    def _update(self, message: Mapping[str, Any]) -> str | None:
         answer = b""
         for line in self._stream(protocol.WEIGHTS, json.dumps(message).encode()):
             answer = line or answer
@@ -271,6 +273,8 @@ class ServerEngine:
             result = parse_object(answer)
         if "kind" in result:
             raise self._error_of(result)
+        digest = result.get("digest")
+        return None if digest is None else str(digest)
 
     def _upload(self, directory: str) -> dict[str, int]:
         """Send the weights in `directory`, and return the size of each file."""

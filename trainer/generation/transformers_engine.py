@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import inspect
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -28,11 +25,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.config import RolloutConfig
-from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Completion, Request, Sampling, by_length
 from trainer.generation.weight_shards import Shards, close_copies
-from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory
+from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory, read_weights
 from trainer.models.loading import load_pretrained
+from trainer.models.weight_deltas import WeightsDigest
 from trainer.models.weight_names import module_weights
 from trainer.parallel.shard import param_dtype
 
@@ -198,18 +195,18 @@ class TransformersEngine:
         return Completion(tokens[:end].copy(), logprobs[:end].copy(), "stop" if len(stops) else "length", self._version)
 
     @torch.no_grad()
-    def sync_weights(self, source: SharedMemory | Shards | Broadcast | Ipc, version: int) -> None:
+    def sync_weights(self, source: SharedMemory | Shards | Broadcast | Ipc, version: int) -> str:
         """Copy the weights of `source` over the old ones, tensor by tensor.
 
         Raises:
             ValueError: the model lacks one of them, or a weight of the model is not among them.
         """
         own = self._model.state_dict()  # tied weights are there under both names
-        renewed = set()
+        renewed, digest = set(), WeightsDigest()
         in_files = isinstance(source, (SharedMemory, Shards))
         with source.opened() if in_files else nullcontext() as directory:
             tensors = source.receive() if directory is None else read_weights(directory)
-            for name, tensor in module_weights(self._model, tensors):
+            for name, tensor in module_weights(self._model, digest.of(tensors)):
                 own[name].copy_(tensor)
                 renewed.add(own[name].data_ptr())
         stale = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in renewed)
@@ -217,6 +214,7 @@ class TransformersEngine:
             raise ValueError(f"the engine got no new values for {len(stale)} weights, {stale[0]} among them")
         self._version = version
         torch.cuda.empty_cache()  # the rank on the same GPU may need the memory for a save
+        return str(digest)
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded."""
@@ -266,12 +264,3 @@ def use_full_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(_NOTED)
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     model.set_attn_implementation("eager" if ignored else "sdpa")
-
-
-def read_weights(directory: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the safetensors files in `directory`."""
-    check_owner(directory)
-    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
-        with safe_open(path, framework="pt") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)

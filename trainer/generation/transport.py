@@ -19,6 +19,7 @@ from trainer.files.shared_memory import PrivateDirectory
 from trainer.generation.weight_shards import ShardKeeper, Shards
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import weight_files
+from trainer.models.weight_deltas import WeightsDigest, digest_of
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
@@ -46,7 +47,7 @@ class PolicyRanks(Protocol):
 
     def check_shared(self, dtype: str) -> None: ...
 
-    def share_weights(self, dtype: str) -> str: ...
+    def share_weights(self, dtype: str) -> tuple[str, int]: ...
 
     def drop_shared(self) -> None: ...
 
@@ -104,6 +105,8 @@ class Transport:
     """`check` finds all that cannot work. Else the first weights are sent before the first step, to try it."""
     kept: Any = None
     """What engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
+    digest: str | None = None
+    """Of the last weights, as the ranks have sent them. None: no rank has seen them all."""
 
     @staticmethod
     def suits(place: Place) -> bool:
@@ -166,7 +169,8 @@ class SharedMemoryTransport(Transport):
     @contextmanager
     def offer(self) -> Iterator[tuple[WeightSource, None]]:
         self.kept = None  # the ranks delete the files before they write others
-        source = SharedMemory(self.ends.ranks.share_weights(self._dtype))
+        path, total = self.ends.ranks.share_weights(self._dtype)
+        source, self.digest = SharedMemory(path), str(WeightsDigest(total))
         try:
             yield source, None
             if self.ends.keeps:
@@ -266,7 +270,7 @@ class AdapterTransport(Transport):
     @contextmanager
     def offer(self) -> Iterator[tuple[Any, None]]:
         adapter = Adapter(self._config, self.ends.ranks.call("policy", "adapter_weights"))
-        self.synced_bytes = len(adapter.weights)
+        self.synced_bytes, self.digest = len(adapter.weights), digest_of(adapter.weights)
         self.kept = self.ends.cluster.put(adapter)
         yield self.kept, None
 
@@ -303,6 +307,7 @@ class FixedWeights(Transport):
         self.drop_kept()
         if self._adapter is not None:
             self.kept, self.synced_bytes = Adapter(*self._adapter), len(self._adapter[1])
+            self.digest = digest_of(self._adapter[1])
         else:
             self.kept = SharedMemory(self._copied())
             self.synced_bytes = sum(map(os.path.getsize, weight_files(self._path)))
@@ -396,13 +401,15 @@ def first_failure(error: Exception, way: str) -> Exception:
     return failure
 
 
-def wait_for_all(*waits: Callable[[], Any]) -> None:
-    """Wait for all, or for the first that raises, and raise that."""
+def wait_for_all(*waits: Callable[[], Any]) -> list[Any]:
+    """Wait for all, or for the first that raises, and raise that. Return their results."""
     threads = ThreadPoolExecutor(len(waits))
     try:
         with SIGNALS.waiting():  # the calls have time limits
-            done, _ = wait([threads.submit(one) for one in waits], return_when=FIRST_EXCEPTION)
+            begun = [threads.submit(one) for one in waits]
+            done, _ = wait(begun, return_when=FIRST_EXCEPTION)
         for one in done:
             one.result()
+        return [one.result() for one in begun]
     finally:
         threads.shutdown(wait=False)

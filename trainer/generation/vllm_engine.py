@@ -16,11 +16,12 @@ from trainer.config import RolloutConfig
 from trainer.config.engines import ENGINES
 from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
-from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
+from trainer.files.shared_memory import SharedDirectory, choose_directory
 from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
 from trainer.generation.weight_shards import Shards, close_copies
 from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from trainer.models.weight_deltas import digest_of
 from trainer.process.startup import importing
 
 if TYPE_CHECKING:
@@ -181,8 +182,8 @@ class VLLMEngine:
         for name, number in zip(names, requests, strict=True):
             self._running[name.partition("-")[0]] = number
 
-    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> None:
-        """Load the weights of `source` in place."""
+    def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> str:
+        """Load the weights of `source` in place; return their digest."""
         if running == "abort":
             self._abort()
         if self._asleep and self._can_sleep:
@@ -190,17 +191,17 @@ class VLLMEngine:
         match source:
             case SharedMemory() | Shards():
                 with source.opened() as directory:
-                    check_owner(directory)
-                    self._llm.collective_rpc("load_shared", args=(directory,))
+                    digests = self._llm.collective_rpc("load_shared", args=(directory,))
             case Adapter():
-                self._load_adapter(source)
+                digests = [self._load_adapter(source)]
             case _:
-                self._llm.collective_rpc("load_sent", args=(source,))
+                digests = self._llm.collective_rpc("load_sent", args=(source,))
         if self._running:  # their keys and values are of the old weights: compute them again
             cleared = self._llm.reset_prefix_cache(reset_running_requests=True)
             assert cleared, "the prefix cache is in use"
         self._has_old_keys = not self._running
         self.set_version(version)
+        return ", ".join(sorted({*digests}))  # more than one is not what the ranks have
 
     def _abort(self) -> None:
         if self._running:
@@ -208,7 +209,7 @@ class VLLMEngine:
         self._end_companion()
         self._running.clear()
 
-    def _load_adapter(self, adapter: Adapter) -> None:
+    def _load_adapter(self, adapter: Adapter) -> str:
         from vllm.lora.request import LoRARequest
 
         with SharedDirectory(choose_directory(len(adapter.weights) + len(adapter.config))) as shared:
@@ -226,8 +227,11 @@ class VLLMEngine:
                 raise UserError(
                     f"rollout.lora_sync: vLLM's model has no {unserved[0]} that could serve an adapter; choose merged"
                 )
+            if not all(self._llm.collective_rpc("serves_adapter", args=(1, directory))):
+                raise ValueError("vLLM serves another adapter than the one of this sync")
             # Without `load_inplace`: the adapter is loaded already, and requests must not read it again.
             self._adapter = LoRARequest(_ADAPTER, 1, directory)
+        return digest_of(adapter.weights)
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that are loaded."""

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.device_allocator import get_mem_allocator_instance
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -21,29 +23,33 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter
 from vllm.utils.nccl import unpinned_nccl_env
 
 from trainer.errors import one_line
-from trainer.generation.weight_sync import Broadcast, Ipc, refused_weights, weights_of
+from trainer.generation.weight_sync import Broadcast, Ipc, Weights, read_weights, refused_weights, weights_of
+from trainer.models.weight_deltas import WeightsDigest, bits_of
 
 
 class WeightReceiver:
     """Methods added to vLLM's worker class; called by name through `collective_rpc`."""
 
-    def load_shared(self, path: str) -> None:
-        """Replace the weights by those of the safetensors files in `path`, tensor by tensor."""
-        self._replace_weights(weights_path=path)
+    def load_shared(self, path: str) -> str:
+        """Replace the weights by those of the safetensors files in `path`, tensor by tensor; return their digest."""
+        return self._replace_weights(read_weights(path))
 
-    def load_sent(self, source: Broadcast | Ipc) -> None:
-        """Replace the weights by those that ranks send meanwhile."""
+    def load_sent(self, source: Broadcast | Ipc) -> str:
+        """Replace the weights by those that ranks send meanwhile; return their digest (see `WeightsDigest`)."""
         with unpinned_nccl_env():  # vLLM may have set NCCL for its own groups; both ends must have the same settings
-            self._replace_weights(weights_iterator=source.receive())
+            digest = self._replace_weights(source.receive())
         torch.cuda.empty_cache()  # the rank on the same GPU may need the memory for a save
+        return digest
 
-    def _replace_weights(self, **weights: Any) -> None:
+    def _replace_weights(self, weights: Weights) -> str:
+        digest = WeightsDigest()
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         forget_packed_experts(model)
         with every_weight_replaced(model, config, weight_names(model)):
-            self.reload_weights(**weights)
+            self.reload_weights(weights_iterator=digest.of(weights))
         with set_current_vllm_config(self.vllm_config):
             repack_tied_head(self.model_runner.get_model())
+        return str(digest)
 
     def refused_weights(self, path: str) -> str | None:
         """Return why the safetensors files in `path` are no weights for this model; None: they are.
@@ -71,6 +77,30 @@ class WeightReceiver:
         """Return the layers of a loaded adapter that this worker's model does not have. vLLM ignores them."""
         manager = self.model_runner.lora_manager._adapter_manager
         return sorted(set(manager.list_adapters()[adapter].loras) - set(manager.modules))
+
+    def serves_adapter(self, adapter: int, directory: str) -> bool:
+        """Return whether a loaded adapter has the values of the files in `directory`, and is in use.
+
+        vLLM puts tensors together and multiplies some by a scale. So the sums of all bits are compared. It stores
+        experts in several ways, so those do not count.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        helper = PEFTHelper.from_local_dir(directory, None)
+        loaded = expected = 0
+        for name, tensor in read_weights(directory):
+            module, is_first = parse_fine_tuned_lora_name(name)
+            scale = 1.0 if is_first else helper.get_rank_and_scaling(module)[1]
+            value = tensor.to(manager.lora_config.lora_dtype)
+            expected += 0 if ".experts" in name else _bit_sum(value if scale == 1 else value * scale)
+        for name, lora in manager.list_adapters()[adapter].loras.items():
+            for one in (lora.lora_a, lora.lora_b):
+                parts = one if isinstance(one, list) else [one]
+                loaded += 0 if ".experts" in name else sum(_bit_sum(part) for part in parts if part is not None)
+        return loaded == expected and adapter in manager.lora_index_to_id
+
+
+def _bit_sum(tensor: torch.Tensor) -> int:
+    return int(bits_of(tensor.cpu()).sum(dtype="u8"))
 
 
 def _has_no_head(model: torch.nn.Module) -> bool:

@@ -40,8 +40,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 from trainer.errors import one_line
+from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Adapter, SharedMemory
 from trainer.generation.weight_shards import Shards
+from trainer.models.weight_deltas import WeightsDigest
 from trainer.models.weight_names import file_tensors, file_units
 from trainer.parallel.mesh import open_store
 from trainer.process import time_limits
@@ -70,15 +72,20 @@ class Broadcast:
     total_bytes: int = 0
     """About the size of all tensors, for receivers that write them to files."""
 
-    def send(self, weights: Weights, rank: int) -> None:
+    def send(self, weights: Weights, rank: int) -> str | None:
         """Send every tensor. A collective over the ranks.
 
         Every `next` of `weights` may be a collective, so all ranks step through it; rank 0 sends.
+
+        Returns:
+            the digest of what rank 0 has sent (see `WeightsDigest`); None on other ranks.
         """
         if rank == 0:
-            _channel(self, True).send(weights)
-        else:
-            _step_through(weights)
+            digest = WeightsDigest()
+            _channel(self, True).send(digest.of((name, tensor.to(self.device)) for name, tensor in weights))
+            return str(digest)
+        _step_through(weights)
+        return None
 
     def receive(self) -> Weights:
         """Yield every tensor of one `send` as it arrives. The tensors are the caller's."""
@@ -99,11 +106,16 @@ class Ipc:
     """Longest time for one bucket, and for the other side to connect."""
     bucket_bytes: int
 
-    def send(self, weights: Weights, rank: int) -> None:
-        """Hand every tensor to the worker on this rank's GPU, if there is one. A collective over the ranks."""
+    def send(self, weights: Weights, rank: int) -> str | None:
+        """Hand every tensor to the worker on this rank's GPU, if there is one. A collective over the ranks.
+
+        Returns:
+            the digest of what this rank has sent (see `WeightsDigest`); None: it has sent nothing.
+        """
         if rank not in self.senders:
             _step_through(weights)
-            return
+            return None
+        digest = WeightsDigest()
         with accept(self.token, self.device, self.timeout_s) as link:
             buffers: list[Tensor] = []
             unread = [0] * _BUFFERS
@@ -117,7 +129,7 @@ class Ipc:
                     unread[link.receive()] -= 1
                 return buffers[slot]
 
-            for slot, _, pieces in _fill_buckets(weights, take):
+            for slot, _, pieces in _fill_buckets(digest.of(weights), take):
                 _finish_kernels(self.device)  # the other process does not see this one's streams
                 link.send([slot, pieces])
                 unread[slot] += 1
@@ -128,6 +140,7 @@ class Ipc:
             assert released is None, released
             buffers.clear()
             collect(self.device)
+        return str(digest)
 
     def receive(self) -> Weights:
         """Yield every tensor of one `send` as it arrives. The tensors are the caller's."""
@@ -149,6 +162,15 @@ class Ipc:
 
 
 WeightSource = SharedMemory | Shards | Broadcast | Ipc | Adapter
+
+
+def read_weights(directory: str) -> Weights:
+    """Yield the tensors of the safetensors files in `directory`."""
+    check_owner(directory)
+    for path in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)
 
 
 class WeightTransferGroup:

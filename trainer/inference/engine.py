@@ -115,7 +115,7 @@ class EngineHost:
             self._waiting.discard(batch)
 
     async def load(self, order: Mapping[str, Any]) -> dict[str, str] | None:
-        """Load weights; return the error if there is one, and None if the engine has failed."""
+        """Load weights; return their digest or the error, and None if the engine has failed."""
         weights = _Weights(order, self._loop.create_future())
         self._order(weights)
         return await weights.answer
@@ -180,10 +180,11 @@ class EngineHost:
         self._loop.call_soon_threadsafe(batch.answers.put_nowait, completions)
 
     def _load(self, engine: Any, weights: _Weights) -> None:
-        order, answer = weights.order, {}
+        order = weights.order
         running = (order["running"],) if self._streaming else ()
         try:
-            engine.sync_weights(SharedMemory(order["path"]), order["version"], *running)
+            digest = engine.sync_weights(SharedMemory(order["path"]), order["version"], *running)
+            answer = {} if digest is None else {"digest": digest}
         except (UserError, ValueError) as error:
             answer = protocol.error_body(protocol.REFUSED, f"cannot load these weights ({one_line(str(error))})")
         self._loop.call_soon_threadsafe(weights.answer.set_result, answer)

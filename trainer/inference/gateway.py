@@ -258,7 +258,7 @@ class Gateway:
         yield json.dumps(await asyncio.shield(load)).encode() + b"\n"
 
     async def _load(self, owner: str, start: str, order: dict[str, Any], files: Any) -> dict[str, str]:
-        """Let the engine load weights; returns the error, if there is one."""
+        """Let the engine load weights; return their digest, or the error."""
         async with self._loading:
             uploads = None
             try:
@@ -281,7 +281,7 @@ class Gateway:
                 self.backend.fail("while it loaded weights", start)
                 return error_body(protocol.LOST, "its engine has failed while it loaded weights")
             job = self._lease_of_job.job
-            if not answer and job is not None and job.owner == owner and start == self.backend.start_id:
+            if "kind" not in answer and job is not None and job.owner == owner and start == self.backend.start_id:
                 self._weights_of, self.version = owner, order["version"]
             return answer
 

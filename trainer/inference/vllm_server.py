@@ -277,13 +277,13 @@ class JobRoutes:
                     return protocol.error_body(protocol.REFUSED, problem)
             try:
                 await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                await engine.collective_rpc("load_shared", args=(path,))
+                digests = await engine.collective_rpc("load_shared", args=(path,))
                 # Keys and values of requests that go on, also of people, are of the old weights: compute them again.
                 await _reset_prefix_cache(engine)
                 await engine.update_weight_version(str(version))  # vLLM tells which tokens each has generated
             finally:
                 await engine.engine_core.resume_scheduler_async()
-            return {}
+            return {"digest": ", ".join(sorted({*digests}))}
 
 
 async def _score_of(engine: Any, ids: list[int], top_k: int) -> Any:

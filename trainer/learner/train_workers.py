@@ -191,11 +191,15 @@ class TrainWorkers:
         """
         self.call_one("policy", "check_shared", dtype, self.cluster.object_store_bytes)
 
-    def share_weights(self, dtype: str) -> str:
-        """Write the policy's weights to a new directory in rank 0's shared memory; returns its path."""
+    def share_weights(self, dtype: str) -> tuple[str, int]:
+        """Write the policy's weights to a new directory in rank 0's shared memory.
+
+        Returns:
+            the path of the directory, and the total of the `WeightsDigest` of the weights.
+        """
         directory = self.call_one("policy", "open_shared", dtype, self.cluster.object_store_bytes)
-        self.call("policy", "write_weights", directory, dtype)
-        return directory
+        parts = self.policy.call("call", "policy", "write_shared", directory, dtype)
+        return directory, sum(parts)
 
     def drop_shared(self) -> None:
         """Delete what `share_weights` wrote."""

@@ -43,6 +43,7 @@ from trainer.models.lora import (
     hugging_face_name,
     peft_name,
 )
+from trainer.models.weight_deltas import WeightsDigest
 from trainer.models.weight_names import FileUnit, empty_model, file_tensors, file_units, whole_units
 from trainer.parallel.shard import reshard
 
@@ -216,6 +217,13 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
             write(name, first, block)
     dist.barrier()
     return sorted(layout.headers)
+
+
+def part_of_digest(directory: str) -> int:
+    """Return this rank's part of the `WeightsDigest` of the files that all ranks have written to `directory`."""
+    digest = WeightsDigest()
+    digest.add_files(directory, dist.get_rank(), dist.get_world_size())
+    return digest.total
 
 
 def own_blocks(

@@ -17,7 +17,14 @@ from trainer.config import RoleSpec
 from trainer.config.algorithm import TEACHER_TOP
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
-from trainer.models.export_weights import export_tensors, file_bytes, merged_tensors, own_blocks, stream_tensors
+from trainer.models.export_weights import (
+    export_tensors,
+    file_bytes,
+    merged_tensors,
+    own_blocks,
+    part_of_digest,
+    stream_tensors,
+)
 from trainer.models.logprobs import (
     Distributions,
     distributions,
@@ -228,6 +235,11 @@ class PolicyWorker(TrainedWorker):
     def check_shared(self, dtype: str, reserved: int) -> None:
         """Check that shared memory has room for the weights as `dtype` (see `check_free_space`). Not a collective."""
         check_free_space(self.weight_bytes(dtype), reserved)
+
+    def write_shared(self, directory: str, dtype: str) -> int:
+        """Write the weights as `write_weights` does; return this rank's part of their `WeightsDigest`."""
+        self.write_weights(directory, dtype)
+        return part_of_digest(directory)
 
     def open_shared(self, dtype: str, reserved: int) -> str:
         """Make a directory in this machine's shared memory for the weights; returns its path. Not a collective."""

@@ -48,6 +48,7 @@ from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
 from trainer.learner.train_workers import StoredBatch, TrainWorkers
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.models.weight_deltas import digest_of
 from trainer.objectives.base import make_objective
 from trainer.parallel.batching import Batch, select
 from trainer.seeding import derive_seed
@@ -388,7 +389,7 @@ def test_engines_follow_the_ranks_through_optimizer_steps(job, tied, way, model_
         else:
             pool.start(version, is_initial=False)
         ranks.call("policy", "write_weights", str(tmp_path), "float32")
-        fallback.sync_weights(SharedMemory(str(tmp_path)), version)
+        assert fallback.sync_weights(SharedMemory(str(tmp_path)), version) == pool.weights_digest
         written = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
         assert set(model.load_state_dict(written, strict=False).missing_keys) <= {"lm_head.weight"}
         assert_agrees(model, requests[::2], fallback.generate(with_sampling(requests[::2], GREEDY)), temperature=0.0)
@@ -513,7 +514,11 @@ def test_vllm_serves_the_adapters_it_is_given_in_place(cluster, model_paths, tmp
         model.save_pretrained(tmp_path)
         files = [tmp_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
         engine.sleep()
-        engine.sync_weights(Adapter(files[0].read_text(), files[1].read_bytes()), version)
+        adapter = Adapter(files[0].read_text(), files[1].read_bytes())
+        assert engine.sync_weights(adapter, version) == digest_of(adapter.weights)
+        shutil.copytree(tmp_path, tmp_path / str(version), ignore=shutil.ignore_patterns("?"))
+        served = {int(path.name) for path in tmp_path.glob("?") if engine.serves(str(path))}
+        assert served == ({version} if version < 3 else {1, 3}), "an older adapter passes for the one that is served"
         engine.wake()
         completions.append(engine.generate(requests))
         assert {c.weight_versions for c in completions[-1]} == {(version, version)}

@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
+from tests.support import plain_engine
 from tests.support.generation import SAMPLED, tokens_of
 from tests.support.plain_pool import answers, begin, fault, streaming
 from trainer.config.engines import ENGINES
 from trainer.errors import FailureSource, NonRetryableError, WorkerError, set_failure_source
 from trainer.generation.engine import Request
+from trainer.models.weight_deltas import digest_of
 from trainer.process.failures import can_recover, read_incidents
 
 
@@ -45,6 +47,25 @@ def test_requests_of_a_lost_engine_go_to_the_others(start, monkeypatch, incident
     assert len(new) == 1, "one engine is another process"
     (incident,) = read_incidents(str(incidents))
     assert incident.role == "engine" and incident.action == "replaced the engine" and incident.cost_s == 0
+
+
+def test_an_engine_that_keeps_its_old_adapter_is_replaced(start, monkeypatch, incidents):
+    """Its completions carry the new version, so nothing else would show it."""
+    spec = dataclasses.replace(plain_engine.SPEC, path=f"{plain_engine.__name__}:ProvingEngine")
+    monkeypatch.setitem(ENGINES, "plain", spec)
+    pool, ranks = start(num_engines=2, max_restarts=1, lora=True)
+    pool.start(version=1, is_initial=False)
+    (incidents / "stuck").touch()
+    ranks.call("policy", "train")
+    pool.sync_weights(2)
+    assert pool.weights_digest == digest_of(b"1")
+    assert answers(pool, 4) == [[i, 7, 1] for i in range(4)]
+    (incidents / "stuck").touch()
+    ranks.call("policy", "train")
+    old, new = digest_of(b"1"), digest_of(b"2")
+    wrong = f"serves other weights than it was given: their digest is {old}, and that of the ranks is {new}"
+    with pytest.raises(WorkerError, match=wrong):
+        pool.sync_weights(3)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast", "adapter"])

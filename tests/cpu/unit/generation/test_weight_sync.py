@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.weights import BUCKET, assert_equal, make_weights
 from trainer.generation.weight_sync import Broadcast, Ipc, WeightTransferGroup, connect
+from trainer.models.weight_deltas import WeightsDigest
 
 WAIT_S = 60.0
 
@@ -46,8 +47,9 @@ def test_tensors_of_all_types_and_sizes_arrive_in_every_sync(make_source, tmp_pa
     with ThreadPoolExecutor(1) as thread:
         for version in (1, 2, 3):
             sending = thread.submit(source.send, iter(make_weights(version).items()), 0)
-            assert_equal(list(source.receive()), make_weights(version))
-            sending.result()
+            digest = WeightsDigest()
+            assert_equal(list(digest.of(source.receive())), make_weights(version))
+            assert sending.result() == str(digest)
 
 
 def in_two_buckets(second: threading.Event) -> Iterator[tuple[str, Tensor]]:

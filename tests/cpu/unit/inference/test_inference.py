@@ -44,6 +44,7 @@ from trainer.inference.lease import Lease, RefusedError
 from trainer.inference.server import check, listen
 from trainer.inference.vllm_server import arguments, write_chat_template, write_generation_config
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.models.weight_deltas import WeightsDigest
 from trainer.process import time_limits
 from trainer.process.model_server import STATUS
 from trainer.process.model_server import TOKEN as VARIABLE
@@ -118,14 +119,16 @@ def test_completions_are_those_of_an_engine_of_the_job_to_the_last_bit(server, m
     with engine(server.url) as one:
         with pytest.raises(WorkerError, match="no weights of this job"):
             one.generate(REQUESTS[:1])
-        one.sync_weights(weights, 3)
+        digest = WeightsDigest()
+        digest.add_files(weights.path)
+        assert one.sync_weights(weights, 3) == str(digest)
         assert contents(one.generate(REQUESTS)) == expected
         assert contents(one.generate(REQUESTS[::-1]))[::-1] == expected
         assert contents([one.generate([request])[0] for request in REQUESTS[:2]]) == expected[:2]
-        one.sync_weights(SharedMemory(model), 4)
+        assert one.sync_weights(SharedMemory(model), 4) != str(digest)
         other = one.generate(REQUESTS)
         assert {c.weight_versions for c in other} == {(4, 4)} and contents(other) != expected
-        one.sync_weights(Broadcast(weights.path), 3)
+        assert one.sync_weights(Broadcast(weights.path), 3) == str(digest)
         assert contents(one.generate(REQUESTS)) == expected
     ports = [c for one in server.engine() for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert all(ipaddress.ip_address(port.laddr.ip).is_loopback for port in ports)

@@ -7,8 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from trainer.models.weight_deltas import STRIDE, apply_change, bits_of, difference, digest_of, whole
+from tests.support.weights import make_weights
+from trainer.models.weight_deltas import (
+    STRIDE,
+    WeightsDigest,
+    _sum_on_device,
+    apply_change,
+    bits_of,
+    difference,
+    digest_of,
+    whole,
+)
 
 SPECIAL = {2: [0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFFFF, 0x7F80], 4: [0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFFFFFFF]}
 """Bits of 0, -0, several NaN, infinity, as bfloat16 and float32. Some are equal as numbers, or to nothing at all."""
@@ -71,3 +82,32 @@ def test_bits_are_those_of_the_tensor(dtype, shape):
     bits = bits_of(tensor)
     assert bits.nbytes == tensor.nbytes and bits.shape == (tensor.numel(),) and bits.itemsize == tensor.itemsize
     assert bits.tobytes() == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_a_digest_is_that_of_the_files_whoever_reads_which_part(tmp_path):
+    weights = {name: tensor for name, tensor in make_weights(1).items() if "int64" not in name}
+    files = dict(list(weights.items())[:5]), dict(list(weights.items())[5:])
+    for number, tensors in enumerate(files):
+        save_file(tensors, tmp_path / f"{number}.safetensors", metadata={"format": "pt"})
+    digests = [WeightsDigest() for _ in range(4)]
+    assert len(dict(digests[0].of(iter(weights.items())))) == len(weights)
+    digests[1].add_files(str(tmp_path))
+    for part in range(3):
+        digests[2].add_files(str(tmp_path), part, 3)
+    assert str(digests[0]) == str(digests[1]) == str(digests[2])
+
+    assert _sum_on_device(weights["large.float32"]) != _sum_on_device(weights["large.float32"].flip(0))
+    large, small = weights["large.float32"], weights["vector.float32"]
+    changed = large.clone()
+    changed[3, 7] = changed[3, 7].nextafter(torch.tensor(torch.inf))
+    others = [
+        {**weights, "large.float32": changed},
+        {**weights, "large.float32": large.reshape(500, 70)},
+        {**weights, "vector.float32": small.flip(0)},
+        {name: tensor for name, tensor in weights.items() if name != "scalar.float32"},
+        {**weights, "scalar.float32": weights["last.float32"][0], "more": weights["scalar.float32"]},
+    ]
+    for other in others:
+        digest = WeightsDigest()
+        dict(digest.of(iter(other.items())))
+        assert str(digest) != str(digests[0])
