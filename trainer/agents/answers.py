@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.agents.call_tree import Turn, call_id
 from trainer.agents.messages import ChatMessage, split_thoughts
@@ -21,7 +23,8 @@ class Answer:
     request: ChatRequest
     model: str
     turn: Turn
-    message: ChatMessage
+    message: ChatMessage = ChatMessage("assistant", "")
+    """The reply; empty while it is under way."""
 
     @property
     def name(self) -> str:
@@ -53,3 +56,8 @@ class Answer:
         """Yield the calls of tools with the ids that the agent gets for them."""
         for number, call in enumerate(self.message.calls):
             yield call_id(self.turn, number), call
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """Return a server-sent event of Anthropic's API, or of OpenAI's API of responses."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

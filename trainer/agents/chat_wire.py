@@ -83,22 +83,29 @@ class ChatWire:
         choice = {"index": 0, "message": message, "finish_reason": _finish_reason(answer), "logprobs": None}
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
-    def events(self, answer: Answer) -> Iterator[bytes]:
-        include_usage = answer.request.include_usage
-        head = _head(answer, "chat.completion.chunk") | ({"usage": None} if include_usage else {})
+    def start(self, answer: Answer) -> bytes:
+        return _chunk(answer, {"role": "assistant"})  # once: clients join several
 
-        def event(delta: dict[str, Any] | None, finish_reason: str | None = None, **more: Any) -> bytes:
-            choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-            choices = [] if delta is None else [choice]
-            return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n".encode()
+    def wait(self, answer: Answer, number: int) -> bytes:
+        return _chunk(answer, {})
 
-        yield event({"role": "assistant", "content": _content_of(answer)})
+    def events(self, answer: Answer, waits: int) -> Iterator[bytes]:
+        yield _chunk(answer, {"content": _content_of(answer)})
         for number, call in enumerate(_calls_of(answer)):
-            yield event({"tool_calls": [{"index": number, **call}]})
-        yield event({}, _finish_reason(answer))
-        if include_usage:
-            yield event(None, usage=_usage(answer))
+            yield _chunk(answer, {"tool_calls": [{"index": number, **call}]})
+        yield _chunk(answer, {}, _finish_reason(answer))
+        if answer.request.include_usage:
+            yield _chunk(answer, None, usage=_usage(answer))
         yield b"data: [DONE]\n\n"
+
+    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
+        return f"data: {json.dumps(error.body())}\n\n".encode()
+
+
+def _chunk(answer: Answer, delta: dict[str, Any] | None, finish_reason: str | None = None, **more: Any) -> bytes:
+    head = _head(answer, "chat.completion.chunk") | ({"usage": None} if answer.request.include_usage else {})
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+    return f"data: {json.dumps({**head, 'choices': [] if delta is None else [choice], **more})}\n\n".encode()
 
 
 def _content_of(answer: Answer) -> str | None:

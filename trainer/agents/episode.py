@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from trainer.agents.answers import Answer
 from trainer.agents.call_tree import CallTree, Turn
 from trainer.agents.chat_wire import ChatWire
-from trainer.agents.messages import ApiError
+from trainer.agents.messages import ApiError, ChatMessage
 from trainer.agents.messages_wire import MessagesWire
 from trainer.agents.requests import ChatRequest, Rules, Wire, parse_request
 from trainer.agents.responses_wire import ResponsesWire
@@ -49,10 +49,20 @@ class Call:
     def __init__(self, request: ChatRequest, turn: Turn):
         self.request = dataclasses.replace(request, messages=[], tools=())  # the turn has what it needs of these
         self.turn = turn
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.reply: asyncio.Future[ChatMessage] = asyncio.get_running_loop().create_future()
         self.readers = 0
-        """Connections that wait for the answer."""
-        self.answer.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody may wait
+        """Connections that wait for the reply."""
+        self.reply.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody may wait
+
+    @contextlib.contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Send the reply in the block. It counts as delivered unless that fails."""
+        before, self.turn.is_delivered = self.turn.is_delivered, True  # now: the agent may end before the block does
+        try:
+            yield
+        except BaseException:
+            self.turn.is_delivered = before
+            raise
 
 
 class AgentEpisode:
@@ -105,11 +115,12 @@ class AgentEpisode:
         """Return the API at a path."""
         return self._wires[path]
 
-    async def ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[Call, Answer]:
-        """Return the answer to a request at the path of an API. `delivering` must follow.
+    @contextlib.contextmanager
+    def asking(self, path: str, body: bytes, headers: Mapping[str, str]) -> Iterator[tuple[Call, Answer]]:
+        """Have the call of a request at the path of an API in the block, and the answer, still without the reply.
 
         Raises:
-            ApiError: there is none.
+            ApiError: the request is refused.
         """
         if self._has_ended:
             raise ended()
@@ -117,27 +128,14 @@ class AgentEpisode:
         call = self._repeated(request, headers) or self._begin(request)
         call.readers += 1
         try:
-            return call, await asyncio.shield(call.answer)
-        except BaseException:
-            call.readers -= 1
-            raise
-
-    @contextlib.contextmanager
-    def delivering(self, call: Call) -> Iterator[None]:
-        """Send an answer in the block. It counts as delivered unless that fails."""
-        before, call.turn.is_delivered = call.turn.is_delivered, True  # now: the agent may end before the block does
-        try:
-            yield
-        except BaseException:
-            call.turn.is_delivered = before
-            raise
+            yield call, Answer(request, self.rules.model, call.turn)
         finally:
             call.readers -= 1
 
     def complete(self, turn: Turn, completion: Completion) -> None:
         """Answer a turn. Its call gets an error if that fails."""
         call = self._under_way.pop(turn, None)
-        if call is None or self._has_ended or call.answer.done():
+        if call is None or self._has_ended or call.reply.done():
             return
         if not self._under_way:
             self._idle_since = time.monotonic()
@@ -145,18 +143,18 @@ class AgentEpisode:
             message = self.tree.answer(turn, completion, call.request)
         except Exception as error:
             LOG.exception("a reply to an agent cannot be read")
-            call.answer.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
+            call.reply.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
             return
         if not turn.is_side:
             self.limit = "length" if self._was_cut(turn, call.request) else ""
-        call.answer.set_result(Answer(call.request, self.rules.model, turn, message))
+        call.reply.set_result(message)
 
     def end(self) -> None:
         """Refuse all calls from now on, also those under way."""
         self._has_ended, self._idle_since = True, None
         for call in self._calls:
-            if not call.answer.done():
-                call.answer.set_exception(ended())
+            if not call.reply.done():
+                call.reply.set_exception(ended())
 
     def forget(self) -> None:
         """Free all calls, after the end."""

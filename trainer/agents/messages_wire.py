@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.agents.answers import Answer
+from trainer.agents.answers import Answer, event
 from trainer.agents.messages import ApiError, ChatMessage, function_schema, in_order, read_call, read_text
 from trainer.agents.requests import ChatRequest, Rules, note_thinking, take_limit, take_stops, take_tool_choice
 
@@ -51,21 +51,33 @@ class MessagesWire:
             "usage": _usage(answer, answer.completion_tokens),
         }
 
-    def events(self, answer: Answer) -> Iterator[bytes]:
-        def event(kind: str, **fields: Any) -> bytes:
-            return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
-
+    def start(self, answer: Answer) -> bytes:
         start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer, 0)}
-        yield event("message_start", message=start)
-        for index, block in enumerate(_blocks(answer)):
+        return event("message_start", message=start)
+
+    def wait(self, answer: Answer, number: int) -> bytes:
+        """Return an empty part of a text, which Claude Code takes for a sign of life: `ping` does not count."""
+        block = {"type": "text", "text": ""}
+        begun = event("content_block_start", index=0, content_block=block) if number == 0 else b""
+        return begun + event("content_block_delta", index=0, delta={**block, "type": "text_delta"})
+
+    def events(self, answer: Answer, waits: int) -> Iterator[bytes]:
+        blocks = _blocks(answer)
+        if waits and blocks[0]["type"] != "text":
+            blocks.insert(0, {"type": "text", "text": ""})  # the block that has begun
+        for index, block in enumerate(blocks):
             empty, deltas = _pieces(block)  # some clients read a block's beginning, others its deltas alone
-            yield event("content_block_start", index=index, content_block=empty)
+            if index or not waits:
+                yield event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield event("content_block_delta", index=index, delta=delta)
             yield event("content_block_stop", index=index)
         end = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.turn.stop}
         yield event("message_delta", delta=end, usage=_usage(answer, answer.completion_tokens))
         yield event("message_stop")
+
+    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
+        return event("error", error=error.body()["error"])
 
 
 def _head(answer: Answer) -> dict[str, Any]:

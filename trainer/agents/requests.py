@@ -100,8 +100,24 @@ class Wire(Protocol):
         """Return an answer as one object."""
         ...
 
-    def events(self, answer: Answer) -> Iterator[bytes]:
-        """Yield an answer as server-sent events."""
+    def start(self, answer: Answer) -> bytes:
+        """Return the beginning of a stream, before the reply is there."""
+        ...
+
+    def wait(self, answer: Answer, number: int) -> bytes:
+        """Return an event by which clients know that the reply is under way. It adds nothing to the reply.
+
+        Args:
+            number: of such events that the stream has had.
+        """
+        ...
+
+    def events(self, answer: Answer, waits: int) -> Iterator[bytes]:
+        """Yield the events of a reply, behind the beginning of the stream and `waits` events of `wait`."""
+        ...
+
+    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
+        """Return the end of a stream whose reply does not come."""
         ...
 
 

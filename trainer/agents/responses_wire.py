@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.agents.answers import Answer
+from trainer.agents.answers import Answer, event
 from trainer.agents.messages import ApiError, ChatMessage, function_schema, in_order, read_call, read_text
 from trainer.agents.requests import ChatRequest, Rules, note_once, note_thinking, take_limit, take_tool_choice
 
@@ -86,21 +85,23 @@ class ResponsesWire:
             },
         }
 
-    def events(self, answer: Answer) -> Iterator[bytes]:
-        numbers = itertools.count()
+    def start(self, answer: Answer) -> bytes:
+        return event("response.created", sequence_number=0, response=_begun(answer)) + self.wait(answer, -1)
 
-        def event(kind: str, **fields: Any) -> bytes:
-            data = json.dumps({"type": kind, "sequence_number": next(numbers), **fields})
-            return f"event: {kind}\ndata: {data}\n\n".encode()
+    def wait(self, answer: Answer, number: int) -> bytes:
+        return event("response.in_progress", sequence_number=number + 2, response=_begun(answer))
 
-        whole = self.whole(answer)
-        begun = {**_head(answer), "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield event("response.created", response=begun)
-        yield event("response.in_progress", response=begun)
+    def events(self, answer: Answer, waits: int) -> Iterator[bytes]:
+        numbers, whole = itertools.count(waits + 2), self.whole(answer)
         for index, item in enumerate(whole["output"]):
             for kind, fields in _steps(item):
-                yield event(kind, output_index=index, **fields)
-        yield event(f"response.{whole['status']}", response=whole)
+                yield event(kind, sequence_number=next(numbers), output_index=index, **fields)
+        yield event(f"response.{whole['status']}", sequence_number=next(numbers), response=whole)
+
+    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
+        problem = {"code": error.code or "server_error", "message": error.message}
+        response = {**_begun(answer), "status": "failed", "error": problem}
+        return event("response.failed", sequence_number=waits + 2, response=response)
 
     def _output(self, answer: Answer) -> list[dict[str, Any]]:
         """Return the items of an answer, and remember them, and the history that ends with it."""
@@ -179,6 +180,10 @@ def _head(answer: Answer) -> dict[str, Any]:
         "tools": [],
         "top_p": None,
     }
+
+
+def _begun(answer: Answer) -> dict[str, Any]:
+    return {**_head(answer), "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
 
 
 def _steps(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,8 +12,10 @@ from functools import partial
 
 from aiohttp import web
 
-from trainer.agents.episode import WIRES, AgentEpisode, ended
+from trainer.agents.answers import Answer
+from trainer.agents.episode import WIRES, AgentEpisode, Call, ended
 from trainer.agents.messages import ApiError
+from trainer.agents.requests import Wire
 from trainer.process import time_limits
 from trainer.process.network import listen, start_server
 from trainer.sandbox.limits import LARGEST_MESSAGE
@@ -89,21 +92,44 @@ class AgentServer:
         if encoding != "identity":
             problem = f"bodies must not be compressed (Content-Encoding: {encoding[:40]})"
             raise ApiError(problem, code="unsupported_encoding", status=415)
-        wire = episode.wire(path)
-        call, answer = await episode.ask(path, await request.read(), request.headers)
-        with episode.delivering(call):
-            if request.transport is None or request.transport.is_closing():
-                raise ConnectionResetError("the agent does not wait any more")
-            kind = "text/event-stream" if answer.request.stream else "application/json"
+        with episode.asking(path, await request.read(), request.headers) as (call, answer):
+            wire, stream = episode.wire(path), answer.request.stream
+            kind = "text/event-stream" if stream else "application/json"
             response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
-            await response.prepare(request)
-            if answer.request.stream:
-                for event in wire.events(answer):
+            waits = await _wait(call, answer, wire, request, response)
+            if waits and (problem := call.reply.exception()) is not None:
+                assert isinstance(problem, ApiError)
+                await response.write(wire.failure(answer, problem, waits))
+                return response
+            answer = dataclasses.replace(answer, message=call.reply.result())
+            with call.delivering():
+                if request.transport is None or request.transport.is_closing():
+                    raise ConnectionResetError("the agent does not wait any more")
+                if not waits:
+                    await response.prepare(request)
+                    await response.write(wire.start(answer) if stream else json.dumps(wire.whole(answer)).encode())
+                for event in wire.events(answer, waits) if stream else ():
                     await response.write(event)
-            else:
-                await response.write(json.dumps(wire.whole(answer)).encode())
-            await response.write_eof()
+                await response.write_eof()
         return response
+
+
+async def _wait(call: Call, answer: Answer, wire: Wire, request: web.Request, response: web.StreamResponse) -> int:
+    """Wait for the reply of a call, or its failure; return how many events of `Wire.wait` the client has got meanwhile.
+
+    A stream begins early where the reply is late: Claude Code gives up after 300 s, and so do other programs and
+    proxies. A reply that comes in time, or fails, is the first that the client sees: so it can have a status.
+    """
+    waits = 0
+    while not (await asyncio.wait([call.reply], timeout=time_limits.STREAM_QUIET_S))[0]:
+        if not answer.request.stream:
+            continue
+        if not waits:
+            await response.prepare(request)
+            await response.write(wire.start(answer))
+        await response.write(wire.wait(answer, waits))
+        waits += 1
+    return waits
 
 
 _SHARED: dict[tuple[str, int, str | None], tuple[AgentServer, list[object]]] = {}

@@ -70,6 +70,7 @@ UPLOAD_LONGEST_BACKOFF_S = 60.0
 
 # Rollouts
 LOOP_END_S = 60.0  # longest wait for the end of rollouts that the run no longer needs
+STREAM_QUIET_S = 50.0  # longest silence of a stream to an agent: proxies give up after 60 s, clients after 300 s
 
 # Weights
 IPC_RETRY_S = 0.01  # between two attempts of an engine to connect to the rank that offers weights on its GPU
@@ -96,7 +97,6 @@ COLLECTIVE_S = 1800.0  # longest time of one collective of ranks, or of ranks an
 
 # Services for metrics
 SCRAPE_S = 10.0  # longest wait until a request is there, and until an answer is taken
-
 TRACKING_END_S = 60.0  # longest wait at the end until a service has taken the metrics
 
 # Programs and files

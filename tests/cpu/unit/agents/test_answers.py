@@ -22,7 +22,7 @@ def answer(text: str, reason: str = "stop", **fields: Any) -> Answer:
 
 
 def events_of(given: Answer) -> list[Any]:
-    text = b"".join(ChatWire().events(given)).decode()
+    text = b"".join([ChatWire().start(given), *ChatWire().events(given, 0)]).decode()
     *events, end, rest = text.split("\n\n")
     assert end == "data: [DONE]" and rest == ""
     return [json.loads(event.removeprefix("data: ")) for event in events]

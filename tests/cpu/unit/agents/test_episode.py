@@ -54,11 +54,12 @@ class Talk:
         body = {"model": "policy", "messages": [{"role": "user", "content": text}], **fields}
 
         async def call() -> str:
-            call, answer = await self.episode.ask("chat/completions", json.dumps(body).encode(), dict(headers))
-            with self.episode.delivering(call):
-                if breaks:
-                    raise ConnectionResetError
-            return answer.message.content
+            with self.episode.asking("chat/completions", json.dumps(body).encode(), dict(headers)) as (call, _):
+                reply = await asyncio.shield(call.reply)
+                with call.delivering():
+                    if breaks:
+                        raise ConnectionResetError
+                return reply.content
 
         task = asyncio.ensure_future(call())
         await asyncio.sleep(0)

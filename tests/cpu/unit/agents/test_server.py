@@ -43,13 +43,15 @@ def server() -> Iterator[AgentServer]:
 
 
 class Served:
-    """An episode at a server, whose policy repeats the end of its prompt. `held` keeps its answers back."""
+    """An episode at a server, whose policy repeats the end of its prompt. `held` keeps its answers back, `delay_s`
+    delays them."""
 
     def __init__(self, server: AgentServer, tokenizer: Any, reply: str = ""):
         import openai
 
         self.policy = Policy(tokenizer, lambda prompt, seed: reply or f"{prompt[-20:-13]}!")
         self.held: queue.SimpleQueue[Any] | None = None
+        self.delay_s = 0.0
         self.server = server
         rules = Rules("policy", USUAL, USUAL, overrides=False, max_turns=5)
         self.episode = AgentEpisode(
@@ -62,7 +64,7 @@ class Served:
     def _submit(self, episode: AgentEpisode, turn: Any, request: Any) -> None:
         answer = (episode.complete, turn, self.policy.complete(request))
         if self.held is None:
-            asyncio.get_running_loop().call_soon(*answer)
+            asyncio.get_running_loop().call_later(self.delay_s, *answer)
         else:
             self.held.put(answer)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import queue
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import httpx
 import pytest
 
 from tests.cpu.unit.agents.test_server import Served
+from tests.support.agents import run_beside
 from tests.support.episodes import event_loop
 from trainer.agents.messages import ApiError
 from trainer.agents.messages_wire import MessagesWire
@@ -19,6 +22,7 @@ from trainer.agents.requests import Rules, parse_request
 from trainer.agents.responses_wire import ResponsesWire
 from trainer.agents.server import AgentServer, shared_server
 from trainer.generation.engine import Sampling
+from trainer.process import time_limits
 from trainer.sandbox.limits import LARGEST_MESSAGE
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 5e3, "a": 12345678901234567890}}\n</tool_call>'
@@ -58,11 +62,13 @@ def assert_one_sample(served: Served) -> None:
     assert len(served.episode.tree.samples()) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream, delay_s", [(False, 0), (True, 0), (True, 0.1)])
 @pytest.mark.parametrize("with_thoughts", [False, True])
-def test_anthropic_s_client_runs_an_episode_that_gives_one_sample(served, stream, with_thoughts):
+def test_anthropic_s_client_runs_an_episode_that_gives_one_sample(served, stream, delay_s, with_thoughts, monkeypatch):
     import anthropic  # it takes a second, which only this file needs
 
+    served.delay_s = delay_s
+    monkeypatch.setattr(time_limits, "STREAM_QUIET_S", 0.03)
     url = served.url.removesuffix("/v1")
     client = anthropic.Anthropic(base_url=url, auth_token="any")
     tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
@@ -77,6 +83,8 @@ def test_anthropic_s_client_runs_an_episode_that_gives_one_sample(served, stream
         prompt = served.policy.asked[-1].prompt_token_ids
         assert (answer.usage.input_tokens, answer.usage.output_tokens) == (len(prompt), len(REPLIES[reply]) + 1)
         content = [block.to_dict() for block in answer.content if with_thoughts or block.type != "thinking"]
+        assert (content[0] == {"type": "text", "text": ""}) == (delay_s > 0 and reply != 1), "a late stream begins so"
+        content = [block for block in content if block.get("text") != ""]
         kinds = [block["type"] for block in content if block["type"] != "thinking"]
         assert kinds == ["text", "tool_use"][: 1 if reply == 2 else 2]
         for block in content:
@@ -95,14 +103,18 @@ def test_anthropic_s_client_runs_an_episode_that_gives_one_sample(served, stream
     assert_one_sample(served)
     texts = [block.text for block in answer.content if block.type == "text"]
     thoughts = [(block.thinking, bool(block.signature)) for block in answer.content if block.type == "thinking"]
-    assert texts == ["\n\nDone."] and thoughts == [("So.", True)]
+    assert texts[-1:] == ["\n\nDone."] and thoughts == [("So.", True)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream, delay_s", [(False, 0), (True, 0), (True, 0.1)])
 @pytest.mark.parametrize("sends", ["items", "ids of items", "the id of the response"])
-def test_openai_s_client_of_responses_runs_an_episode_that_gives_one_sample(served, stream, sends):
+def test_openai_s_client_of_responses_runs_an_episode_that_gives_one_sample(
+    served, stream, delay_s, sends, monkeypatch
+):
     import openai
 
+    served.delay_s = delay_s
+    monkeypatch.setattr(time_limits, "STREAM_QUIET_S", 0.03)
     client = openai.OpenAI(base_url=served.url, api_key="any")
     tools: list[Any] = [
         {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": None},
@@ -146,6 +158,57 @@ def test_openai_s_client_of_responses_runs_an_episode_that_gives_one_sample(serv
         assert answer.status == "completed" and len(asked) == (reply < 2)
     assert_one_sample(served)
     assert answer.output_text == "\n\nDone." and answer.output[0].encrypted_content
+
+
+def begin_late_stream(served: Served, path: str, monkeypatch: Any) -> tuple[Any, Iterator[str], dict[str, Any]]:
+    """Ask for a stream, and read events until one says that the reply is under way; return connection, lines, body."""
+    monkeypatch.setattr(time_limits, "STREAM_QUIET_S", 0.01)
+    served.held = queue.SimpleQueue()
+    said = [{"role": "user", "content": "1+2?"}]
+    body = {"model": "policy", "stream": True, "max_tokens": 500, "messages": said}
+    if path == "responses":
+        body = {"model": "policy", "stream": True, "input": said}
+    opened = httpx.stream("POST", f"{served.url}/{path}", json=body, timeout=60, trust_env=False)
+    lines = opened.__enter__().iter_lines()
+    sign = {"messages": "text_delta", "responses": "response.in_progress", "chat/completions": '"delta": {}'}[path]
+    for _ in range(3):  # again and again
+        next(line for line in lines if line.startswith("data: ") and sign in line)
+    return opened, lines, body
+
+
+@pytest.mark.parametrize("path", ["messages", "responses", "chat/completions"])
+def test_a_stream_whose_reply_is_late_has_signs_of_life(served, path, monkeypatch):
+    opened, lines, _ = begin_late_stream(served, path, monkeypatch)
+    served.release()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    opened.__exit__(None, None, None)
+    assert any("I add." in line for line in data) and served.trained() == [f"{REPLIES[0]}<|end|>"]
+    numbers = [json.loads(line)["sequence_number"] for line in data if path == "responses"]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else path != "responses"
+
+
+@pytest.mark.parametrize("path", ["messages", "responses", "chat/completions"])
+def test_a_late_stream_whose_episode_ends_says_so(served, path, monkeypatch):
+    opened, lines, body = begin_late_stream(served, path, monkeypatch)
+    event_loop().call(served.server.discard, served.episode)
+    (last,) = [line for line in lines if "the episode has ended" in line]
+    opened.__exit__(None, None, None)
+    failed = json.loads(last.removeprefix("data: "))
+    assert failed.get("type") == ("response.failed" if path == "responses" else "error")
+    assert httpx.post(f"{served.url}/{path}", json=body, trust_env=False).status_code == 400
+
+
+def test_a_late_stream_that_breaks_is_joined_by_the_request_without_a_stream(served, monkeypatch):
+    opened, _, body = begin_late_stream(served, "messages", monkeypatch)
+    opened.__exit__(None, None, None)
+    while event_loop().call(lambda: any(each.readers for each in served.episode._calls)):
+        time.sleep(0.001)
+    again = run_beside(lambda: served.post("/messages", json={**body, "stream": False}))
+    while not event_loop().call(lambda: any(each.readers for each in served.episode._calls)):
+        time.sleep(0.001)
+    served.release()
+    assert again().json()["content"][-1]["text"] == f"\n\nI add.\n{CALL}"
+    assert len(served.policy.asked) == 1 == len(served.trained())
 
 
 def test_a_side_request_is_answered_and_not_trained(served):
