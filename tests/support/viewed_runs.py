@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def make_episode(
     group = values.pop("group", uid.rpartition(":")[0])
     episode = Episode(uid, group, [sample], reward, messages=messages, turns=len(turns), **values)
     return episode, scores
+
+
+def make_debate(uid: str) -> tuple[Episode, list[TokenScores]]:
+    """Return an episode of two players: `pro` has won, `con` has lost."""
+    both = [make_episode(uid, [("who?", said)], reward) for said, reward in (("I am pro", 1.0), ("I am con", -1.0))]
+    episode = both[0][0]
+    samples = [
+        replace(one.samples[0], player=name, reward=one.reward)
+        for (one, _), name in zip(both, ("pro", "con"), strict=True)
+    ]
+    return replace(episode, samples=samples, reward=0.0), [scores for _, scores in both]
 
 
 def make_run(

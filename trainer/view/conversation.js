@@ -38,9 +38,9 @@ async function showEpisode(node, row, open) {
   const replies = samples.length ? repliesOf(tokens, samples) : [];
   const firstReply = messages.length - countBack(messages, row.turns);
   const isAligned = replies.length === row.turns && row.turns > 0;
-  const asStream = samples.length > 0 && (STATE.stream || colouring === "mask" || !isAligned || !messages.length);
+  const asStream = samples.length > 0 && (STATE.stream || row.players || colouring === "mask" || !isAligned || !messages.length);
   shown.name = `${row.step} ${row.uid} ${asStream}`;
-  const conversation = asStream ? streamOf(shown, samples) : messagesOf(shown, messages, row.turns, replies, isAligned);
+  const conversation = asStream ? streamOf(shown, samples, row.players) : messagesOf(shown, messages, row.turns, replies, isAligned);
   const scroll = node.scrollTop;
   hideTip();
   fill(node, aboutOf(row, open), samples.length ? colourBar(tokens, colouring, again) : el("p", { class: "note" },
@@ -68,7 +68,7 @@ function aboutOf(row, open) {
   const siblings = row.of.rows.slice(0, 64);
   const facts = [
     ["reward", figure(row.reward) + (terms ? ` (${terms})` : "")],
-    ["status", row.status], ["failure", row.failure], ["answer", row.answer], ["advantage", row.advantage ?? ""],
+    ["players", playersOf(row)], ["status", row.status], ["failure", row.failure], ["answer", row.answer], ["advantage", row.advantage ?? ""],
     ["turns", row.turns], ["tokens", row.length ?? ""], ["counted", counts], ["source", row.source || ""],
     ["weights", row.versions ? [...new Set(row.versions)].join(" to ") : ""],
   ].filter(([, value]) => value !== "" && value !== null && value !== undefined);
@@ -147,13 +147,24 @@ function addText(body, text, parts) {
   body.append(more);
 }
 
-/** Return every token of an episode, those of each sample in a block. */
-function streamOf(shown, samples) {
+/** Return the names of the players, each with its reward and its advantage. */
+function playersOf(row) {
+  const known = new Map((row.players || []).map((one) => [one[0], playerText(one)]));
+  return [...known.values()].join(", ");
+}
+
+function playerText([name, reward, advantage]) {
+  return `${name} ${figure(reward)}${advantage === null ? "" : ` (advantage ${figure(advantage)})`}`;
+}
+
+/** Return every token of an episode, those of each sample in a block, under the name of its player. */
+function streamOf(shown, samples, players) {
   return samples.map(([start, end], i) => {
     const body = el("div", { class: "content", dir: "auto" });
     addAllTokens(body, shown, start, end);
     const title = samples.length > 1 ? `sample ${i + 1} of ${samples.length}` : "all tokens";
-    return el("article", { class: "message stream" }, el("div", { class: "role" }, title), body);
+    return el("article", { class: "message stream" },
+      el("div", { class: "role" }, players ? `${playerText(players[i])} · ${title}` : title), body);
   });
 }
 

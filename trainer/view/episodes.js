@@ -309,6 +309,7 @@ function episodeColumns(rows) {
     number("above", "± group", means, (row) => row.reward === null || row.of.mean === null ? null : row.reward - row.of.mean, "5.2rem"),
     text("preview", "last reply", "beginning of the last reply", (row) => row.preview, "15rem", true),
     has("advantage") ? number("advantage", "advantage", "mean advantage of its tokens", (row) => row.advantage, "6rem") : null,
+    has("players") ? text("players", "players", "reward and advantage of each player", playersOf, "12rem") : null,
     ...(terms.size > 1 ? [...terms.keys()].slice(0, 6) : []).map((name) =>
       number(`term ${name}`, name, `term of the reward: ${name}`, (row) => entryOf(row.terms, name) ?? null, width(name))),
     text("status", "status", "why it ended", (row) => row.failure ? `${row.status} (failed)` : row.status, "4.6rem"),

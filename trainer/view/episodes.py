@@ -189,7 +189,8 @@ def _rows(scored: Sequence[Scored]) -> dict[str, list[Any]]:
         "failure": [episode.failure for episode in episodes],
         "turns": [episode.turns for episode in episodes],
         "length": [episode.length for episode in episodes],
-        "advantage": [_mean_advantage(*one) for one in scored],
+        "advantage": [_mean_advantage(episode.samples, own) for episode, own in scored],
+        "players": [_players(*one) for one in scored],
         "answer": [episode.answer for episode in episodes],
         "source": [episode.source for episode in episodes],
         "metrics": [_numbers(episode.metrics) for episode in episodes],
@@ -198,11 +199,20 @@ def _rows(scored: Sequence[Scored]) -> dict[str, list[Any]]:
     }
 
 
-def _mean_advantage(episode: Episode, scores: Sequence[TokenScores]) -> float | None:
+def _players(episode: Episode, scores: Sequence[TokenScores]) -> list[list[Any]] | None:
+    """Return the player, the reward and the mean advantage of each sample; None: the players have no names."""
+    if not any(sample.player for sample in episode.samples):
+        return None
+    own = scores or [TokenScores()] * len(episode.samples)
+    pairs = zip(episode.samples, own, strict=True)
+    return [[one.player or "policy", _finite(one.reward), _mean_advantage([one], [of])] for one, of in pairs]
+
+
+def _mean_advantage(samples: Sequence[Sample], scores: Sequence[TokenScores]) -> float | None:
     """Return the mean advantage of the tokens that the policy sampled; None: it is not known."""
     known = [
         one.advantages[sample.mask > 0]
-        for sample, one in zip(episode.samples, scores, strict=False)
+        for sample, one in zip(samples, scores, strict=False)
         if one.advantages is not None
     ]
     tokens = np.concatenate(known) if known else np.zeros(0)

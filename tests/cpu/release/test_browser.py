@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from tests.support.viewed_pages import column, show_episodes, shown, write_page
-from tests.support.viewed_runs import make_episode, make_run
+from tests.support.viewed_runs import make_debate, make_episode, make_run
 from trainer.data.rollout_io import write_rollouts
 
 
@@ -188,6 +188,17 @@ def test_long_episodes_and_those_of_several_turns_or_samples_are_shown(browser, 
     browser.click("#stream")
     browser.click(".row[data-uid='0:0:2']")  # its turns do not agree with its tokens
     browser.until(lambda: browser.texts("#conversation .role") == ["all tokens"])
+
+
+def test_players_are_shown_with_their_rewards_and_advantages(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    write_rollouts(str(run), 1, [make_debate("0:0:0")[0]], scores=make_debate("0:0:0")[1])
+    show_episodes(browser, write_page(tmp_path / "view.html", run), "&uid=0:0:0")
+    browser.until(lambda: len(browser.all("#conversation .stream")) == 2)
+    pro, con = "pro 1 (advantage 0.500)", "con -1 (advantage -1.500)"
+    assert browser.texts("#conversation .role") == [f"{pro} · sample 1 of 2", f"{con} · sample 2 of 2"]
+    assert "I am pro" in browser.texts("#conversation .content")[0]
+    assert f"{pro}, {con}" in browser.texts("#detail dl")[0] and f"{pro}, {con}" in browser.texts(".row")[0]
 
 
 def test_the_keyboard_moves_through_the_table(browser, page):

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.viewed_runs import HOSTILE, encode, make_episode, make_run
+from tests.support.viewed_runs import HOSTILE, encode, make_debate, make_episode, make_run
 from trainer.checkpoint.storage import JOURNAL
 from trainer.data.records import encode_groups
+from trainer.data.rollout_io import write_rollouts
 from trainer.episodes import Episode, Sample, TokenScores
 from trainer.files.atomic_io import digest_bytes
 from trainer.view.episodes import find_steps, pack_tokens, read_step
@@ -64,6 +65,16 @@ def test_tokens_have_the_numbers_of_engine_and_trainer(tmp_path):
     np.testing.assert_allclose(tokens["advantage"], scores.advantages, atol=5.1e-6)
     alone = unpacked(pack_tokens([(episode, [])])[0])
     assert {*alone} == {"ids", "mask", "samples", "logprob"}, "what was not recorded is not there"
+
+
+def test_each_player_has_its_reward_and_its_advantage(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (debate, scores), (alone, own) = make_debate("0:0:0"), make_episode("0:1:0", [("who?", "me")], 1.0)
+    write_rollouts(str(run), 1, [debate, alone], scores=[*scores, own])
+    files = find_steps(str(run))[0]
+    assert read_step(files).rows["players"] == [[["pro", 1.0, 0.5], ["con", -1.0, -1.5]], None]
+    write_rollouts(str(run), 1, [debate, alone])
+    assert read_step(files).rows["players"] == [[["pro", 1.0, None], ["con", -1.0, None]], None]
 
 
 @settings(deadline=None)
