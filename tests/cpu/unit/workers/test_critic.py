@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ def learn(rank: Rank, path: str) -> dict[str, Any]:
         rows, values = rank.compute("critic", "values", batch)
         found[name] = {"rows": rows, "values": values}
         if name == "before":
-            found["metrics"] = [update(rank, "critic", batch, step) for step in range(1, 6)]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found["metrics"] = [update(rank, "critic", batch, step) for step in range(1, 6)]
+            found["warnings"] = [str(one.message) for one in caught if "FSDP" in str(one.message)]
     return found
 
 
@@ -35,4 +39,5 @@ def test_values_start_at_0_and_approach_the_returns(model_path):
     error, start = (np.square((values - batch["returns"]) * batch["mask"]).sum() for values in (after, before))
     assert error < start
     assert results[0]["metrics"] == results[1]["metrics"]
+    assert results[0]["warnings"] == [], "an objective may change the values in place: FSDP's hook stays"
     assert not (after * (np.arange(after.shape[1]) >= batch["lengths"][:, None])).any(), "padding has no value"
