@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from trainer.environments import Endpoint
 from trainer.generation.engine import Sampling
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
+from trainer.process import time_limits
 from trainer.seeding import turn_seed
 
 PACKAGES = {
@@ -41,13 +43,18 @@ SHELL = {
     "qwen": {"name": "run_shell_command", "command": "command", "is_background": False, "timeout": 5e3},
 }
 """The tool of each program that runs a command, with arguments that come back in another form."""
+PYTHON_PACKAGES = {
+    "aider": ("aider-chat", ()),
+    "mini-swe-agent": ("mini-swe-agent", ()),
+    "inspect-ai": ("inspect-ai", ("openai==3.57.0",)),
+}
 TASK = "Write hi into the file said."
 
 
 def recipes() -> dict[str, str]:
     """Return the versions that docs/agents.md names."""
-    text = Path("docs/agents.md").read_text()
-    return {name: re.findall(rf"^\| {name} \|.*\| ([\d.]+) \|$", text, re.M)[0] for name in PACKAGES}
+    text, names = Path("docs/agents.md").read_text(), [*PACKAGES, *PYTHON_PACKAGES]
+    return {name: re.findall(rf"^\| {name} \|.*\| ([\d.]+) \|$", text, re.M)[0] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -57,24 +64,40 @@ def programs(tmp_path_factory) -> Path:
     if npm is None:
         pytest.skip("npm is not installed")
     root = tmp_path_factory.mktemp("programs")
-    wanted = [f"{PACKAGES[name]}@{version}" for name, version in recipes().items()]
+    versions = recipes()
+    wanted = [f"{package}@{versions[name]}" for name, package in PACKAGES.items()]
     options = ["--prefix", str(root), "--no-fund", "--no-audit", "--no-save", "--loglevel=error"]
     subprocess.run([npm, "install", *options, *wanted], check=True, timeout=600, cwd=root)
     return root / "node_modules/.bin"
 
 
+@pytest.fixture(scope="module")
+def python_programs(tmp_path_factory) -> dict[str, Path]:
+    """The directories of programs of Python, each in an environment of its own: their libraries differ."""
+    uv, versions, found = Path(sys.executable).with_name("uv"), recipes(), {}
+    for name, (package, others) in PYTHON_PACKAGES.items():
+        root = tmp_path_factory.mktemp(name)
+        subprocess.run([uv, "venv", "-q", "--python", sys.executable, root / "env"], check=True, timeout=60)
+        found[name] = root / "env/bin"
+        wanted = [f"{package}=={versions[name]}", *others]
+        subprocess.run([uv, "pip", "install", "-q", "--python", found[name], *wanted], check=True, timeout=600)
+    return found
+
+
 class Served:
     """An episode whose policy follows a script."""
 
-    def __init__(self, server: AgentServer, tokenizer: Any, replies: list[str]):
+    def __init__(
+        self, server: AgentServer, tokenizer: Any, replies: list[str], overrides: bool = False, delay_s: float = 0.0
+    ):
         left = iter(replies)
         self.policy = Policy(tokenizer, lambda *_: next(left))
         usual = Sampling(1.0, 1.0, -1, 2000, (tokenizer.eos_token_id,))
-        rules = Rules("policy", usual, usual, overrides=False, max_turns=9)
+        rules = Rules("policy", usual, usual, overrides, max_turns=9)
 
         def submit(episode: AgentEpisode, turn: Any, request: Any) -> None:
             said = Policy(tokenizer, lambda *_: "a title") if turn.is_side else self.policy
-            asyncio.get_running_loop().call_soon(episode.complete, turn, said.complete(request))
+            asyncio.get_running_loop().call_later(delay_s, episode.complete, turn, said.complete(request))
 
         self.episode = AgentEpisode(
             CallTree(tokenizer, 200_000), rules, lambda key: turn_seed(1, 1, "0:0", 0, key), submit, server.address
@@ -131,20 +154,24 @@ def settings_of(program: str, api: str, url: str, home: Path, work: Path) -> lis
 
 
 @pytest.mark.parametrize(
-    "program, api",
+    "program, api, delay_s",
     [
-        ("claude", ""),
-        ("codex", ""),
-        ("opencode", "@ai-sdk/openai"),
-        ("pi", "openai-completions"),
-        ("pi", "openai-responses"),
-        ("pi", "anthropic-messages"),
-        ("qwen", ""),
+        ("claude", "", 0),
+        ("codex", "", 0),
+        ("opencode", "@ai-sdk/openai", 0),
+        ("pi", "openai-completions", 0),
+        ("pi", "openai-responses", 0),
+        ("pi", "anthropic-messages", 0),
+        ("qwen", "", 0),
+        ("claude", "", 1),
+        ("codex", "", 1),
+        ("qwen", "", 1),
     ],
 )
 def test_an_unmodified_program_runs_an_episode_that_gives_one_sample(
-    server, tokenizer, programs, tmp_path, program, api
+    server, tokenizer, programs, tmp_path, program, api, delay_s, monkeypatch
 ):
+    monkeypatch.setattr(time_limits, "STREAM_QUIET_S", 0.3)  # a late reply is kept alive
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
@@ -160,7 +187,7 @@ def test_an_unmodified_program_runs_an_episode_that_gives_one_sample(
         f"I look.\n{call('cat said')}",
         "<think>\nSo.\n</think>\n\nIt says hi.",
     ]
-    served = Served(server, tokenizer, replies)
+    served = Served(server, tokenizer, replies, delay_s=delay_s)
     command = settings_of(program, api, served.endpoint.base_url, home, work)
     env = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "OPENAI_MODEL": "policy", "IS_SANDBOX": "1"}
     env |= {"NO_PROXY": "127.0.0.1", **served.endpoint.variables}
@@ -168,6 +195,104 @@ def test_an_unmodified_program_runs_an_episode_that_gives_one_sample(
     said = done.stdout.decode()
     assert done.returncode == 0 and "It says hi." in said, said + done.stderr.decode()
     assert (work / "said").read_text() == "hi\n"
-    (sample,) = served.episode.tree.samples()
-    trained = [tokenizer.decode(tokens) for _, tokens, _ in runs_of(sample)]
-    assert trained == [f"{reply}<|end|>" for reply in replies]
+    assert trained(served) == [[f"{reply}<|end|>" for reply in replies]]
+
+
+def trained(served: Served) -> list[list[str]]:
+    """Return the texts that are trained in each sample."""
+    decode = served.policy.tokenizer.decode
+    return [[decode(tokens) for _, tokens, _ in runs_of(sample)] for sample in served.episode.tree.samples()]
+
+
+def call_of(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+MINI = [
+    f"I write.\n{call_of('bash', command='echo hi > said')}",
+    f"I look.\n{call_of('bash', command='cat said')}",
+    f"It says hi.\n{call_of('bash', command='echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT')}",
+]
+INSPECT = [f"I write.\n{call_of('write', text='hi', times=1.0)}", f"I look.\n{call_of('look')}", "It says hi."]
+AIDER = ["I write.\n\nsaid\n```\n<<<<<<< SEARCH\nho\n=======\nhi\n>>>>>>> REPLACE\n```\n"]
+AIDER = [AIDER[0], AIDER[0].replace("ho\n", "")]  # the file has no line `ho`: aider says so, and asks again
+OWN_TOOLS = """
+import sys
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.model import get_model
+from inspect_ai.solver import generate, use_tools
+from inspect_ai.tool import tool
+
+@tool
+def write():
+    async def execute(text: str, times: float):
+        \"\"\"Write a line.
+
+        Args:
+            text: The line.
+            times: How often.
+        \"\"\"
+        open("said", "w").write(f"{text}\\n" * int(times))
+        return "done"
+    return execute
+
+@tool
+def look():
+    async def execute():
+        \"\"\"Read what was written.\"\"\"
+        return open("said").read()
+    return execute
+
+model = get_model("openai/policy", base_url=sys.argv[1], api_key="any", responses_api=False)
+task = Task(dataset=[Sample(input=sys.argv[2])], solver=[use_tools([write(), look()], tool_choice="any"), generate()])
+(log,) = eval(task, model=model, display="none", log_dir="logs")
+assert log.status == "success", log.error
+print(log.samples[0].output.completion)
+"""
+
+
+@pytest.mark.parametrize(
+    "program, wire, replies",
+    [("mini-swe-agent", "openai", MINI), ("mini-swe-agent", "anthropic", MINI), ("inspect-ai", "", INSPECT)]
+    + [("aider", "", AIDER)],
+)
+def test_an_unmodified_program_of_python_runs_an_episode(
+    server, tokenizer, python_programs, tmp_path, program, wire, replies
+):
+    """Inspect is told to force calls (`tool_choice=required`), aider sends `temperature=0`."""
+    served = Served(server, tokenizer, replies, overrides=program != "mini-swe-agent")
+    bin, url = python_programs[program], served.endpoint.base_url
+    env = {"PATH": f"{bin}:{os.environ['PATH']}", "HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    env |= {"OPENAI_API_BASE": url, "MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
+    match program:
+        case "mini-swe-agent":
+            command = ["mini", "--yolo", "--exit-immediately", "-m", f"{wire}/policy", "-t", TASK]
+        case "inspect-ai":
+            command = ["python", "-c", OWN_TOOLS, url, TASK]
+        case _:
+            options = ["--yes-always", "--no-git", "--no-auto-commits", "--no-check-update", "--no-show-model-warnings"]
+            command = [
+                "aider",
+                *options,
+                "--edit-format",
+                "diff",
+                "--model",
+                "openai/policy",
+                "--message",
+                TASK,
+                "said",
+            ]
+    done = subprocess.run(
+        command,
+        env=env | served.endpoint.variables,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=150,
+    )
+    said = done.stdout.decode()
+    assert done.returncode == 0, said + done.stderr.decode()
+    assert (tmp_path / "said").read_text() == "hi\n"
+    said = [f"{reply}<|end|>" for reply in replies]
+    assert trained(served) == ([[one] for one in said] if program == "aider" else [said]), "aider rebuilds its chat"
