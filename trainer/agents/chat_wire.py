@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.agents.answers import Answer
-from trainer.agents.messages import ApiError, ChatMessage, function_schema, read_call, read_text
-from trainer.agents.requests import (
-    ChatRequest,
-    Rules,
-    note_thinking,
-    take_flag,
-    take_limit,
-    take_stops,
-    take_tool_choice,
-)
+from trainer.agents.messages import ApiError, ChatMessage, read_call, read_text, read_tools
+from trainer.agents.requests import OF_OPENAI, ChatRequest, Rules, note_thinking, take_flag, take_limit, take_stops
 from trainer.environments.tools import ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -33,19 +25,7 @@ _FIELDS = {
 class ChatWire:
     """OpenAI's chat API, as vLLM and most packages speak it."""
 
-    without_effect = frozenset(
-        {
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "reasoning_effort",
-            "safety_identifier",
-            "seed",
-            "service_tier",
-            "store",
-            "user",
-        }
-    )
+    without_effect = OF_OPENAI | {"reasoning_effort", "seed"}
     neutral: Mapping[str, tuple[Any, ...]] = {
         "n": (1,),
         "logprobs": (False,),
@@ -63,15 +43,12 @@ class ChatWire:
     def read(self, given: dict[str, Any], rules: Rules, digest: str) -> ChatRequest:
         if "reasoning_effort" in given:
             note_thinking("reasoning_effort")
-        messages = parse_messages(given.pop("messages", None))
-        tools = parse_tools(given.pop("tools", []))
         options = given.pop("stream_options", {})
         if not isinstance(options, Mapping) or not set(options) <= {"include_usage"}:
             raise ApiError("stream_options may hold include_usage alone", "stream_options")
         return ChatRequest(
-            messages=messages,
-            tools=tools,
-            reads_calls=take_tool_choice(given, rules) and bool(tools),
+            messages=parse_messages(given.pop("messages", None)),
+            tools=read_tools(given.pop("tools", []), _function),
             max_tokens=take_limit(given, "max_tokens", "max_completion_tokens"),
             stop=take_stops(given, "stop"),
             include_usage=take_flag(dict(options), "include_usage"),
@@ -97,9 +74,6 @@ class ChatWire:
         if answer.request.include_usage:
             yield _chunk(answer, None, usage=_usage(answer))
         yield b"data: [DONE]\n\n"
-
-    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
-        return f"data: {json.dumps(error.body())}\n\n".encode()
 
 
 def _chunk(answer: Answer, delta: dict[str, Any] | None, finish_reason: str | None = None, **more: Any) -> bytes:
@@ -176,19 +150,8 @@ def _call(value: Any, where: str) -> ToolCall:
     return read_call(function.get("name"), function.get("arguments"), value.get("id"), f"{where}.function")
 
 
-def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a request, as JSON schemas.
-
-    Raises:
-        ApiError: one of them is no function.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ApiError("tools must be a list", "tools")
-    return tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(value))
-
-
-def _tool(value: Any, where: str) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if not isinstance(function, Mapping) or value.get("type") != "function":
+def _function(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise ApiError(f"{where} must be a function with a name", where)
-    return function_schema(function, where)
+    return function

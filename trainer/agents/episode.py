@@ -18,7 +18,7 @@ from trainer.agents.messages_wire import MessagesWire
 from trainer.agents.requests import ChatRequest, Rules, Wire, parse_request
 from trainer.agents.responses_wire import ResponsesWire
 from trainer.errors import describe_error
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import Completion, Request
 
 LOG = logging.getLogger(__name__)
 
@@ -187,8 +187,9 @@ class AgentEpisode:
         call = self._under_way[turn] = Call(request, turn)
         self._calls.append(call)
         self._idle_since = None
-        prompt = turn.prompt_ids
-        self._submit(self, turn, Request(prompt, self._seed_of(turn.key), self._sampling(request, len(prompt))))
+        prompt, rules = turn.prompt_ids, self.rules
+        sampling = rules.sampling.within(request.max_tokens).within(rules.max_tokens, len(prompt))
+        self._submit(self, turn, Request(prompt, self._seed_of(turn.key), sampling))
         return call
 
     def _was_cut(self, turn: Turn, request: ChatRequest) -> bool:
@@ -196,6 +197,3 @@ class AgentEpisode:
         completion, own = turn.completed, request.max_tokens
         is_own = own is not None and own < self.rules.sampling.max_tokens and len(completion.token_ids) == own
         return completion.finish_reason == "length" and not is_own
-
-    def _sampling(self, request: ChatRequest, prompt: int) -> Sampling:
-        return self.rules.sampling.within(request.max_tokens).within(self.rules.max_tokens, prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,16 +158,28 @@ def read_reply(text: str, reads_calls: bool) -> ChatMessage:
     return ChatMessage("assistant", content, calls)
 
 
-def function_schema(function: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool as a JSON schema.
+def read_tools(
+    value: Any, function_of: Callable[[Mapping[str, Any], str], Mapping[str, Any] | None]
+) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a request, as JSON schemas. `strict`, a promise about the arguments, does not count.
 
     Args:
-        function: its `name`, `description` and `parameters`. `strict` would be a promise about the arguments.
+        function_of: returns `name`, `description` and `parameters` of a tool; None: it is left out.
 
     Raises:
-        ApiError: it has no name.
+        ApiError: one of them is no function, or has no name.
     """
-    if not isinstance(function.get("name"), str):
-        raise ApiError(f"{where} must be a function with a name", where)
-    _check_text(json.dumps(function, ensure_ascii=False), where)
-    return {"type": "function", "function": {name: item for name, item in function.items() if name != "strict"}}
+    if not isinstance(value, list):
+        raise ApiError("tools must be a list", "tools")
+    tools = []
+    for i, tool in enumerate(value):
+        where = f"tools[{i}]"
+        if not isinstance(tool, Mapping):
+            raise ApiError(f"{where} must be an object", where)
+        if (function := function_of(tool, where)) is None:
+            continue
+        if not isinstance(function.get("name"), str):
+            raise ApiError(f"{where} must be a function with a name", where)
+        _check_text(json.dumps(function, ensure_ascii=False), where)
+        tools.append({"type": "function", "function": {key: function[key] for key in function if key != "strict"}})
+    return tuple(tools)

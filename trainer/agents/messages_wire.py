@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.agents.answers import Answer, event
-from trainer.agents.messages import ApiError, ChatMessage, function_schema, in_order, read_call, read_text
-from trainer.agents.requests import ChatRequest, Rules, note_thinking, take_limit, take_stops, take_tool_choice
+from trainer.agents.messages import ApiError, ChatMessage, in_order, read_call, read_text, read_tools
+from trainer.agents.requests import ChatRequest, Rules, note_thinking, take_limit, take_stops
 
 _TEXT = ("text",)
 
@@ -27,7 +27,7 @@ class MessagesWire:
         messages += _messages(given.pop("messages", None))
         if not messages or messages[-1].role not in ("user", "tool"):
             raise ApiError("messages: the last one must be of the role user, and hold a text or an answer", "messages")
-        tools = _tools(given.pop("tools", []))
+        tools = read_tools(given.pop("tools", []), _function)
         choice = given.get("tool_choice")
         if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") and not rules.overrides:
             field = "tool_choice.disable_parallel_tool_use"
@@ -36,7 +36,6 @@ class MessagesWire:
         return ChatRequest(
             messages=in_order(messages),
             tools=tools,
-            reads_calls=take_tool_choice(given, rules) and bool(tools),
             max_tokens=take_limit(given, "max_tokens"),
             stop=take_stops(given, "stop_sequences"),
             is_side=_is_side(given.pop("output_config", {}), tools),
@@ -75,9 +74,6 @@ class MessagesWire:
         end = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.turn.stop}
         yield event("message_delta", delta=end, usage=_usage(answer, answer.completion_tokens))
         yield event("message_stop")
-
-    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
-        return event("error", error=error.body()["error"])
 
 
 def _head(answer: Answer) -> dict[str, Any]:
@@ -163,19 +159,11 @@ def _block(block: Any, role: str, where: str) -> Iterator[ChatMessage]:
             raise ApiError(f"{where} must be a block of the type {kinds}", where)
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(value, list):
-        raise ApiError("tools must be a list", "tools")
-    tools = []
-    for i, tool in enumerate(value):
-        where = f"tools[{i}]"
-        if not isinstance(tool, Mapping) or tool.get("type", "custom") not in ("custom", None):
-            raise ApiError(f"{where} must be a tool of the agent's own (type custom), with a name", where)
-        schema = {"name": tool.get("name"), "parameters": tool.get("input_schema", {})}
-        if "description" in tool:
-            schema["description"] = tool["description"]
-        tools.append(function_schema(schema, where))
-    return tuple(tools)
+def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type", "custom") not in ("custom", None):
+        raise ApiError(f"{where} must be a tool of the agent's own (type custom), with a name", where)
+    described = {"description": tool["description"]} if "description" in tool else {}
+    return {"name": tool.get("name"), "parameters": tool.get("input_schema", {}), **described}
 
 
 def _is_side(config: Any, tools: tuple[Any, ...]) -> bool:

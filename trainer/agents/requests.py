@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+OF_OPENAI = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
+)
+"""Fields of both APIs of OpenAI that change no token."""
 _SAMPLING = ("temperature", "top_p", "top_k")
 _MOST_STOPS = 4
 _OF_THE_CONNECTION = ("stream", "stream_options")
@@ -35,10 +39,10 @@ class ChatRequest:
 
     messages: list[ChatMessage]
     tools: tuple[dict[str, Any], ...]
-    reads_calls: bool
-    """Calls of tools in the reply are told from its text."""
     max_tokens: int | None
     """None: as many as the run allows."""
+    reads_calls: bool = False
+    """Calls of tools in the reply are told from its text."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply."""
     stream: bool = False
@@ -101,23 +105,15 @@ class Wire(Protocol):
         ...
 
     def start(self, answer: Answer) -> bytes:
-        """Return the beginning of a stream, before the reply is there."""
+        """Return the beginning of a stream. The reply need not be there."""
         ...
 
     def wait(self, answer: Answer, number: int) -> bytes:
-        """Return an event by which clients know that the reply is under way. It adds nothing to the reply.
-
-        Args:
-            number: of such events that the stream has had.
-        """
+        """Return sign `number`, from 0, that a reply is under way. Clients know it; it adds nothing to the reply."""
         ...
 
     def events(self, answer: Answer, waits: int) -> Iterator[bytes]:
-        """Yield the events of a reply, behind the beginning of the stream and `waits` events of `wait`."""
-        ...
-
-    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
-        """Return the end of a stream whose reply does not come."""
+        """Yield the events of a reply, behind the beginning of the stream and `waits` signs of `wait`."""
         ...
 
 
@@ -138,11 +134,12 @@ def parse_request(body: bytes, rules: Rules, wire: Wire) -> ChatRequest:
         called = " or ".join(rules.models)
         raise ApiError(f"{problem}; the policy is called {called}", "model", "model_not_found")
     request = wire.read(given, rules, digest)
-    stream = take_flag(given, "stream")
+    stream, reads_calls = take_flag(given, "stream"), _take_tool_choice(given, rules) and bool(request.tools)
     _check_sampling(given, rules)
     _check_rest(given, wire)
     is_side, player = request.is_side or is_side_model, rules.models.get(str(model), "")
-    return dataclasses.replace(request, stream=stream, is_side=is_side, digest=digest, player=player)
+    request = dataclasses.replace(request, stream=stream, is_side=is_side, digest=digest, player=player)
+    return dataclasses.replace(request, reads_calls=reads_calls)
 
 
 def _fields(body: bytes) -> dict[str, Any]:
@@ -184,7 +181,7 @@ def take_stops(given: dict[str, Any], name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def take_tool_choice(given: dict[str, Any], rules: Rules) -> bool:
+def _take_tool_choice(given: dict[str, Any], rules: Rules) -> bool:
     """Take the choice of tools out of a request; return whether calls are read from the reply.
 
     A choice that would force a call is ignored under `environment.agent_sampling=override`, like temperatures: the

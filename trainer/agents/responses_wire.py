@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.agents.answers import Answer, event
-from trainer.agents.messages import ApiError, ChatMessage, function_schema, in_order, read_call, read_text
-from trainer.agents.requests import ChatRequest, Rules, note_once, note_thinking, take_limit, take_tool_choice
+from trainer.agents.messages import ApiError, ChatMessage, in_order, read_call, read_text, read_tools
+from trainer.agents.requests import OF_OPENAI, ChatRequest, Rules, note_once, note_thinking, take_limit
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXTS = ("input_text", "output_text", "text")
@@ -21,21 +21,7 @@ class ResponsesWire:
     Clients may send an item, or all that came before, by its id alone.
     """
 
-    without_effect = frozenset(
-        {
-            "client_metadata",
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "reasoning",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "stream_options",
-            "truncation",
-            "user",
-        }
-    )
+    without_effect = OF_OPENAI | {"client_metadata", "reasoning", "stream_options", "truncation"}
     neutral: Mapping[str, tuple[Any, ...]] = {
         "background": (False,),
         "parallel_tool_calls": (True,),
@@ -60,29 +46,23 @@ class ResponsesWire:
         self._asked[digest] = [self._known.setdefault((one, *(call.id for call in one.calls)), one) for one in asked]
         instructions = read_text(given.pop("instructions", ""), "instructions", _TEXTS)
         system = [ChatMessage("system", instructions)] if instructions else []
-        tools = _tools(given.pop("tools", []))
         return ChatRequest(
             messages=in_order([*system, *asked]),
-            tools=tools,
-            reads_calls=take_tool_choice(given, rules) and bool(tools),
+            tools=read_tools(given.pop("tools", []), _function),
             max_tokens=take_limit(given, "max_output_tokens"),
         )
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         items = self._output(answer)
         prompt, completion = answer.prompt_tokens, answer.completion_tokens
+        counts = {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion}
+        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         return {
             **_head(answer),
             "status": "incomplete" if answer.is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if answer.is_cut else None,
             "output": items,
-            "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": completion,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + completion,
-            },
+            "usage": {**counts, **details},
         }
 
     def start(self, answer: Answer) -> bytes:
@@ -97,11 +77,6 @@ class ResponsesWire:
             for kind, fields in _steps(item):
                 yield event(kind, sequence_number=next(numbers), output_index=index, **fields)
         yield event(f"response.{whole['status']}", sequence_number=next(numbers), response=whole)
-
-    def failure(self, answer: Answer, error: ApiError, waits: int) -> bytes:
-        problem = {"code": error.code or "server_error", "message": error.message}
-        response = {**_begun(answer), "status": "failed", "error": problem}
-        return event("response.failed", sequence_number=waits + 2, response=response)
 
     def _output(self, answer: Answer) -> list[dict[str, Any]]:
         """Return the items of an answer, and remember them, and the history that ends with it."""
@@ -166,20 +141,9 @@ class ResponsesWire:
 
 
 def _head(answer: Answer) -> dict[str, Any]:
-    return {
-        "id": f"resp_{answer.name}",
-        "object": "response",
-        "created_at": 0,
-        "model": answer.model,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": None,
-    }
+    head = {"id": f"resp_{answer.name}", "object": "response", "created_at": 0, "model": answer.model}
+    usual = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    return {**head, **usual, **dict.fromkeys(("error", "instructions", "temperature", "top_p"))}
 
 
 def _begun(answer: Answer) -> dict[str, Any]:
@@ -208,18 +172,12 @@ def _steps(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.output_item.done", {"item": item}
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the functions among the tools of a request. Those of a server are left out."""
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise ApiError("tools must be a list of objects", "tools")
-    tools = []
-    for i, tool in enumerate(value):
-        if tool.get("type") == "function":
-            fields = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-            tools.append(function_schema(fields, f"tools[{i}]"))
-        else:
-            note_once(f"tools of the type {tool.get('type')!r:.40} are left out: the policy sees functions alone")
-    return tuple(tools)
+def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return a function; None: the tool is one of a server."""
+    if tool.get("type") == "function":
+        return {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    note_once(f"tools of the type {tool.get('type')!r:.40} are left out: the policy sees functions alone")
+    return None
 
 
 def _check_text_format(config: Any) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from trainer.agents.answers import Answer
+from trainer.agents.answers import Answer, event
 from trainer.agents.episode import WIRES, AgentEpisode, Call, ended
 from trainer.agents.messages import ApiError
 from trainer.agents.requests import Wire
@@ -99,7 +99,7 @@ class AgentServer:
             waits = await _wait(call, answer, wire, request, response)
             if waits and (problem := call.reply.exception()) is not None:
                 assert isinstance(problem, ApiError)
-                await response.write(wire.failure(answer, problem, waits))
+                await response.write(event("error", error=problem.body()["error"]))
                 return response
             answer = dataclasses.replace(answer, message=call.reply.result())
             with call.delivering():
@@ -108,8 +108,8 @@ class AgentServer:
                 if not waits:
                     await response.prepare(request)
                     await response.write(wire.start(answer) if stream else json.dumps(wire.whole(answer)).encode())
-                for event in wire.events(answer, waits) if stream else ():
-                    await response.write(event)
+                for part in wire.events(answer, waits) if stream else ():
+                    await response.write(part)
                 await response.write_eof()
         return response
 

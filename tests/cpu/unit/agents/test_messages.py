@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.agents.chat_wire import parse_messages, parse_tools
-from trainer.agents.messages import ApiError, ChatMessage, read_reply
+from trainer.agents.chat_wire import _function, parse_messages
+from trainer.agents.messages import ApiError, ChatMessage, read_reply, read_tools
 from trainer.environments.tools import ToolCall
 
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":1, "a": 2}'}}
@@ -109,7 +109,9 @@ def test_what_agents_make_of_a_reply_has_its_identity(text: str, calls: list[Any
 
 def test_tools_are_functions():
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
-    assert parse_tools([tool]) == ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
+    assert read_tools([tool], _function) == (
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+    )
     for wrong in ("f", {"f": 1}, [{"type": "web_search"}], [{"type": "function", "function": {}}]):
         with pytest.raises(ApiError, match="tools"):
-            parse_tools(wrong)
+            read_tools(wrong, _function)

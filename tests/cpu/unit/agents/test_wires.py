@@ -194,7 +194,7 @@ def test_a_late_stream_whose_episode_ends_says_so(served, path, monkeypatch):
     (last,) = [line for line in lines if "the episode has ended" in line]
     opened.__exit__(None, None, None)
     failed = json.loads(last.removeprefix("data: "))
-    assert failed.get("type") == ("response.failed" if path == "responses" else "error")
+    assert failed["type"] == "error" and failed["error"]["code"] == "episode_ended"
     assert httpx.post(f"{served.url}/{path}", json=body, trust_env=False).status_code == 400
 
 
