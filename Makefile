@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml uv.lock tools/install.py
 demo: setup  ## train the built-in default with GRPO
 	$(BIN)/python -m trainer train $(ARGS)
 
-check: lint  ## lint, and the CPU tests that start no job, rank, vLLM, Ray or command
+check: lint  ## lint, and the CPU tests that start no process: no run, rank, vLLM, Ray, command or sandbox
 	$(BIN)/python -m pytest tests/cpu -m "not processes and not release" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test: setup  ## the CPU tests

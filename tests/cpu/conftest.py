@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -110,6 +111,24 @@ def _own_cache(shared_directory):
     patch.setenv("TRAINER_CACHE", str(shared_directory / "cache"))
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    """The directory of a model with random weights. No test changes it."""
+    from trainer.models.tiny import TinyShape, build_tiny  # torch, after the variables above
+
+    path = str(tmp_path_factory.mktemp("model"))
+    build_tiny(TinyShape(hidden_size=64, intermediate_size=128), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model) -> Any:
+    """The tokenizer of that model. The tests of one module share it."""
+    from trainer.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(model)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -238,7 +239,8 @@ class _Attempt:
             for process in self._workspace.processes(self._job.pid):
                 log.write(f"\nSTUCK {process.pid} {process.status()} {' '.join(process.cmdline())[-200:]}\n")
                 log.flush()
-                subprocess.run(["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)], stdout=log, check=False)
+                if shutil.which("py-spy"):
+                    subprocess.run(["py-spy", "dump", "--nonblocking", "--pid", str(process.pid)], stdout=log)
 
 
 def _last_lines(log: Path) -> str:

@@ -1,7 +1,7 @@
-"""Tests that start processes of Python: jobs, ranks, engines of vLLM, Ray, or commands.
+"""Tests that start processes of Python: jobs, ranks, engines of vLLM, Ray, commands, or sandboxes of user code.
 
-They get the mark `processes` at the collection, by what they and their fixtures call. `make check` leaves them out. A
-test without the mark that starts such a process fails. Sandboxes of user code do not count: they take a moment.
+They get the mark `processes` at the collection, by what they and their fixtures call, and so do whole runs in the
+process of the test. `make check` leaves them out. A test without the mark that starts such a process fails.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ import pytest
 
 MARK = "processes"
 _STARTERS = {
+    "trainer.agents.runner:AgentRunner",
     "trainer.api.running:train",
     "trainer.cluster.fork_server:ForkServer",
     "trainer.cluster.process_cluster:ProcessCluster",
     "trainer.cluster.ray_cluster:RayCluster",
     "trainer.cluster.ray_head:RayHead",
+    "trainer.environments.episode_runner:EnvironmentRunner",
+    "trainer.environments.sessions:EnvironmentPool",
     "trainer.jobs:run_task",
+    "trainer.rewards.scoring:RewardPool",
+    "trainer.sandbox.pool:WorkerPool",
+    "trainer.sandbox.process:SandboxedProcess",
+    "trainer.sandbox.programs:ProgramSandbox",
+    "trainer.sources.trials:try_rewards",
+    "trainer.sources.trials:try_sources",
 }
 """What starts processes outside of `tests`."""
 _NAMES = {"executable", "get_context", "_PROGRAM"}
@@ -34,12 +43,12 @@ _running: list[pytest.Item] = []
 
 
 def add_marks(items: Collection[pytest.Item]) -> None:
-    """Mark the tests that start processes of Python, and those of `tests/cpu/release`."""
+    """Mark the tests that start processes of Python, and whole runs."""
     for item in items:
         fixtures = [fixture.func for group in item._fixtureinfo.name2fixturedefs.values() for fixture in group]
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         values = [value for value in values if inspect.isclass(value) or inspect.isfunction(value)]
-        is_job = {"jobs", "kills", "release"} & set(item.path.parts[-2:])
+        is_job = {"jobs", "kills", "loop", "release"} & set(item.path.parts[-2:])
         if is_job or any(map(_starts_processes, [item.function, *fixtures, *values])):
             item.add_marker(MARK)
         if item.path.parts[-2] == "release":
@@ -92,7 +101,7 @@ def refuse_processes(event: str, arguments: tuple) -> None:
     words = [os.fsdecode(word) for word in arguments[1]] if isinstance(arguments[1], (list, tuple)) else []
     program = os.fsdecode(arguments[0] or words[0])
     is_python = os.path.basename(program).startswith(("python", os.path.basename(sys.executable)))
-    if is_python and not any("trainer.sandbox" in word for word in words):
+    if is_python:
         pytest.fail(
             f"{_running[0].nodeid} starts a process of Python ({' '.join(words[1:4])[:80]}), and `make check` runs "
             f"only tests that start none; mark it with @pytest.mark.{MARK}",

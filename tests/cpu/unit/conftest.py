@@ -1,16 +1,13 @@
-"""What tests share and leave as it was: a run directory, a model, an inference server."""
+"""What tests share and leave as it was: a run directory."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.odd_files import make_run
-from trainer.models.tiny import TinyShape, build_tiny
-from trainer.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -25,17 +22,3 @@ def real_run(tmp_path_factory) -> Path:
 def run_dir(real_run, tmp_path) -> Path:
     """A copy of it for one test."""
     return shutil.copytree(real_run, tmp_path / "run")
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> str:
-    """The directory of a model with random weights. No test changes it."""
-    path = str(tmp_path_factory.mktemp("model"))
-    build_tiny(TinyShape(hidden_size=64, intermediate_size=128), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model) -> Any:
-    """The tokenizer of that model. The tests of one module share it."""
-    return load_tokenizer(model)

@@ -12,6 +12,7 @@ from tests.support import process_marks
 from tests.support.jobs import run_forked_job, run_job
 from tests.support.process_marks import refuse_processes, watch
 from tests.support.ranks import run_ranks
+from tests.support.rewards import reward_pool
 from trainer.cluster.ray_cluster import RayCluster
 
 
@@ -36,11 +37,12 @@ INTERPRETER = "executable"
         (lambda: [helper() for _ in range(2)], True),
         (lambda: Helpers().start(), True),
         (lambda kind: CLUSTERS[kind](None, "cpu"), True),
+        (lambda: reward_pool("length"), True),
         (lambda: subprocess.run([sys.executable, "-c", ""]), True),
         (lambda: subprocess.run(["sleep", "1"]), False),
         (lambda: print(INTERPRETER), False),
     ],
-    ids=["job", "forked job", "ranks", "ranks of a method", "Ray", "command", "sleep", "nothing"],
+    ids=["job", "forked job", "ranks", "ranks of a method", "Ray", "sandbox", "command", "sleep", "nothing"],
 )
 def test_what_a_test_calls_decides_about_its_mark(test: Callable, is_marked: bool):
     assert process_marks._starts_processes(test) == is_marked
@@ -61,11 +63,8 @@ def test_a_process_of_python_is_refused_with_a_sentence(unmarked):
         subprocess.Popen([sys.executable, "-m", "trainer", "train"])
 
 
-def test_sandboxes_and_other_programs_are_not_refused(unmarked):
+def test_other_programs_are_not_refused(unmarked):
     subprocess.run(["true"], check=True)
-    refuse_processes(
-        "subprocess.Popen", (sys.executable, [sys.executable, "-c", "import trainer.sandbox.reaper"], "", {})
-    )
     refuse_processes("open", ("a file",))
 
 

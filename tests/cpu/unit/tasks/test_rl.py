@@ -16,6 +16,7 @@ from trainer.models.tiny import TinyShape, build_tiny
 from trainer.rewards.scorer import RankScorer
 from trainer.tasks.rl import build, config_scorer, sample_episodes
 
+pytestmark = pytest.mark.processes  # `check_inputs` tries functions in sandboxes
 HERE = __name__
 FAILS = "tests.support.named_rewards:broken"
 """A reward in a module that its process imports in a moment."""

@@ -16,8 +16,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tests.cpu.unit import test_trainer_ahead as ahead
-from tests.cpu.unit.test_trainer_ahead import STEPS, kill_in_update, run, settings
+from tests.cpu.loop import test_ahead as ahead
+from tests.cpu.loop.test_ahead import STEPS, kill_in_update, run, settings
 from tests.support.jobs import metrics
 from tests.support.runs import rollouts_of
 from trainer.config import Config

@@ -1,0 +1,1 @@
+"""Whole runs in the process of the test, with an engine that computes nothing."""
