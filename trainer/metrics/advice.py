@@ -20,14 +20,14 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.tasks import ACCURACY
+from trainer.metrics.names import table_rows
 
 LOG = logging.getLogger(__name__)
 
 _SOLVED = 0.95
 """Validation accuracy, or mean reward divided by `reward.success_threshold`, from which a task is solved: then the
 completions of most prompts agree, and the entropy is low, because all is well."""
-_START = 5
-"""First steps whose median is the start of a metric."""
+_START = 5  # first steps whose median is the start of a metric
 COMPARE_NOTHING = ("gae", "reward", "zero", "reverse_kl", "reinforce_plus_plus", "remax", "rae")
 """The built-in `algorithm.advantage_estimator`s for which equal rewards of the completions of a prompt are no loss."""
 
@@ -39,10 +39,8 @@ class Advice:
     name: str
     steps: tuple[int, int]
     """The first and the last step of which it holds. Between them there may be a few steps of which it does not."""
-    text: str
-    """One line without the steps: what is the matter, and what to try."""
-    key: str
-    """The config key to change first."""
+    text: str  # one line without the steps: what is the matter, and what to try
+    key: str  # the config key to change first
 
     def __str__(self) -> str:
         return f"since step {self.steps[0]}, {self.text}"
@@ -54,11 +52,9 @@ class _Past:
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {}
         self._starts: dict[str, float] = {}  # medians of the first values
-        self.accuracy = 0.0
-        """The last validation accuracy."""
+        self.accuracy = 0.0  # the last validation accuracy
         self.accuracy_of_start = -math.inf
-        self.trained_accuracy = -math.inf
-        """The highest one of a step."""
+        self.trained_accuracy = -math.inf  # the highest one of a step
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         for name in row.keys() - self._starts.keys():
@@ -74,7 +70,6 @@ class _Past:
 
     @property
     def best_accuracy(self) -> float:
-        """The highest validation accuracy, or 0."""
         return max(0.0, self.accuracy_of_start, self.trained_accuracy)
 
     def start(self, name: str, default: float = math.nan) -> float:
@@ -84,27 +79,14 @@ class _Past:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step, as the rules read it."""
-
-    metrics: Mapping[str, float]
-    """The finite ones, of those that rules read."""
+    metrics: Mapping[str, float]  # the finite ones, of those that rules read
     past: _Past
     config: Mapping[str, Any]
-    """The config; empty: not known."""
 
     def __getitem__(self, name: str) -> float:
         return self.metrics[name]
 
-    def above_start(self, name: str, factor: float) -> bool:
-        """Return whether a metric is above `factor` times its start."""
-        return self[name] > factor * self.past.start(name)
-
-    def below_start(self, name: str, factor: float) -> bool:
-        """Return whether a metric is below `factor` times its start."""
-        return self[name] < factor * self.past.start(name)
-
     def share_of_step(self, name: str) -> float:
-        """Return a time as a share of the step."""
         return self[name] / self["time/step"] if self["time/step"] > 0 else 0.0
 
     def is_solved(self) -> bool:
@@ -120,189 +102,96 @@ class Rule:
 
     name: str
     key: str
-    """The config key to change first."""
     metrics: tuple[str, ...]
     """The metrics that `holds` reads. A step without one of them does not count."""
     steps: int
     """Number of consecutive steps of which it holds before the advisory, and of which it does not before the next."""
     holds: Callable[[_Step], bool]
-    condition: str
-    """The same for people, in Markdown."""
-    advice: str
-    """What it means, and what to try."""
+    condition: str  # the same for people, in Markdown
+    advice: str  # what it means, and what to try
 
     @property
     def text(self) -> str:
-        """The advisory, without its beginning `since step N, `."""
         return f"{self.condition.replace('`', '')}: {self.advice}"
 
 
-_FINER = "easier or harder prompts, or a reward with finer grades"
-RULES = (
-    Rule(
-        "no_signal",
-        "rollout.n",
-        ("reward/zero_std_frac",),
-        3,
-        lambda s: s["reward/zero_std_frac"] == 1 or s["reward/zero_std_frac"] >= 0.8 and not s.is_solved(),
-        "`reward/zero_std_frac` is at least 0.8 although the task is not solved, or 1",
-        "little is learnt from the prompts whose completions all get the same reward (healthy runs stay below 0.6); "
-        f"try a larger rollout.n or rollout.temperature, {_FINER}, or algorithm.dynamic_sampling, which draws other "
-        "prompts in their place",
+_TABLE = """
+no_signal | rollout.n | 3 | reward/zero_std_frac | `reward/zero_std_frac` is at least 0.8 although the task is not
+    solved, or 1 | little is learnt from the prompts whose completions all get the same reward (healthy runs stay
+    below 0.6); try a larger rollout.n or rollout.temperature, easier or harder prompts, or a reward with finer
+    grades, or algorithm.dynamic_sampling, which draws other prompts in their place
+entropy_collapse | algorithm.entropy_coef | 5 | policy/entropy | `policy/entropy` is below a tenth of its start
+    although the task is not solved | the policy hardly explores (healthy runs keep a third); try
+    algorithm.entropy_coef, a larger algorithm.clip_high, or a lower learning rate
+clipped_updates | trainer.policy.optimizer.lr | 5 | policy/clip_frac | `policy/clip_frac` is above 0.4 | the policy
+    moves too far within a step (healthy runs stay below 0.1, with `gspo` below 0.35); try a lower
+    trainer.policy.optimizer.lr, or a larger trainer.mini_batch_size
+long_responses | algorithm.overlong_buffer | 5 | response_length/mean reward/mean | `response_length/mean` is above
+    three times its start, and `reward/mean` is not above its start | length without reward is padding; try
+    algorithm.overlong_buffer, which makes long completions cost reward
+truncated | rollout.max_response_tokens | 3 | response_length/clip_ratio | `response_length/clip_ratio` is above 0.5 |
+    a completion that is cut off seldom has its answer; try a larger rollout.max_response_tokens, with an environment
+    also environment.max_tokens, or algorithm.overlong_buffer
+mismatch | algorithm.rollout_correction | 3 | rollout/k3_kl | `rollout/k3_kl` is above 0.01, and the rollouts are of
+    the newest weights | engines and ranks differ by more than rounding (0.001 with bfloat16); try
+    algorithm.rollout_correction=tis, or the same type of numbers in rollout.dtype and in the ranks
+stale_rollouts | rollout.ahead | 5 | rollout/ess rollout/staleness_mean | `rollout/ess` is below 0.5, and the rollouts
+    are of older weights | less than half of the tokens count; try a smaller rollout.ahead, or a lower learning rate
+falling_accuracy | trainer.policy.optimizer.lr | 1 | val/accuracy | `val/accuracy` is below half of the highest one so
+    far, and more than 0.2 lower | try a lower trainer.policy.optimizer.lr or a smaller rollout.ahead, from a
+    checkpoint before that (trainer.resume_path)
+no_success | reward.success_threshold | 2 | val/accuracy | `val/accuracy` is 0 | no reward has reached
+    reward.success_threshold yet; if that is not the reward of a success, change it, or compare by
+    trainer.best_metric=val/reward/mean; otherwise try easier prompts, or examples first (trainer sft)
+no_gain | trainer.policy.optimizer.lr | 3 | val/accuracy | `val/accuracy` of no step is above that of the start | what
+    is learnt does not show there; look whether reward/mean rises, and try another trainer.policy.optimizer.lr
+kl_explosion | trainer.policy.optimizer.lr | 3 | policy/kl | `policy/kl` is above 2 | the policy has moved far away;
+    try a lower trainer.policy.optimizer.lr or a larger algorithm.kl_coef, and trainer.divergence_limits, which ends
+    such a run
+useless_critic | trainer.critic.optimizer.lr | 20 | critic/explained_variance | `critic/explained_variance` is at most
+    0 | the critic explains nothing of the returns (a healthy one does after 10 steps); try another
+    trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run
+silent_agents | environment.name | 1 | episode/turns/mean | `episode/turns/mean` is 0, and no episode has failed | no
+    agent has asked the policy; let the agent of environment.name send its calls to endpoint.base_url
+failed_environments | environment.timeout_s | 3 | environment/failures perf/samples_per_s time/step |
+    `environment/failures` is above a tenth of the completions | log.txt has the errors; try a longer
+    environment.timeout_s if they are timeouts
+failed_rewards | reward.timeout_s | 3 | reward/failures perf/samples_per_s time/step | `reward/failures` is above a
+    tenth of the completions | log.txt has the errors; try a longer reward.timeout_s if they are timeouts
+ranks_wait | rollout.num_engines | 10 | time/rollout time/step | `time/rollout` is above 0.8 of `time/step` | the
+    ranks wait; try more rollout.num_engines, or rollout.ahead=1, which generates while the ranks train
+engines_wait | trainer.num_workers | 10 | time/wait_weights time/step | `time/wait_weights` is above 0.8 of
+    `time/step` | the engines wait for new weights; try more trainer.num_workers, or fewer rollout.num_engines
+"""
+"""By line: the name; the config key to change first; the number of steps; the metrics that are read; when the advisory
+is given, in Markdown; and what it means, and what to try. A line that begins with spaces continues the one before."""
+_HOLDS: dict[str, Callable[[_Step], bool]] = {
+    "no_signal": lambda s: s["reward/zero_std_frac"] == 1 or s["reward/zero_std_frac"] >= 0.8 and not s.is_solved(),
+    "entropy_collapse": lambda s: s["policy/entropy"] < 0.1 * s.past.start("policy/entropy") and not s.is_solved(),
+    "clipped_updates": lambda s: s["policy/clip_frac"] > 0.4,
+    "long_responses": lambda s: (
+        s["response_length/mean"] > 3 * s.past.start("response_length/mean")
+        and s["reward/mean"] <= s.past.start("reward/mean", 0.0)
     ),
-    Rule(
-        "entropy_collapse",
-        "algorithm.entropy_coef",
-        ("policy/entropy",),
-        5,
-        lambda s: s.below_start("policy/entropy", 0.1) and not s.is_solved(),
-        "`policy/entropy` is below a tenth of its start although the task is not solved",
-        "the policy hardly explores (healthy runs keep a third); try algorithm.entropy_coef, a larger "
-        "algorithm.clip_high, or a lower learning rate",
+    "truncated": lambda s: s["response_length/clip_ratio"] > 0.5,
+    "mismatch": lambda s: s["rollout/k3_kl"] > 0.01 and not s.metrics.get("rollout/staleness_mean"),
+    "stale_rollouts": lambda s: s["rollout/ess"] < 0.5 and s["rollout/staleness_mean"] > 0,
+    "falling_accuracy": lambda s: s[ACCURACY] < s.past.best_accuracy / 2 and s[ACCURACY] < s.past.best_accuracy - 0.2,
+    "no_success": lambda s: s[ACCURACY] == s.past.best_accuracy == 0,
+    "no_gain": lambda s: (
+        0 < s.past.accuracy_of_start >= max(s[ACCURACY], s.past.trained_accuracy) and not s.is_solved()
     ),
-    Rule(
-        "clipped_updates",
-        "trainer.policy.optimizer.lr",
-        ("policy/clip_frac",),
-        5,
-        lambda s: s["policy/clip_frac"] > 0.4,
-        "`policy/clip_frac` is above 0.4",
-        "the policy moves too far within a step (healthy runs stay below 0.1, with `gspo` below 0.35); try a lower "
-        "trainer.policy.optimizer.lr, or a larger trainer.mini_batch_size",
-    ),
-    Rule(
-        "long_responses",
-        "algorithm.overlong_buffer",
-        ("response_length/mean", "reward/mean"),
-        5,
-        lambda s: s.above_start("response_length/mean", 3) and s["reward/mean"] <= s.past.start("reward/mean", 0.0),
-        "`response_length/mean` is above three times its start, and `reward/mean` is not above its start",
-        "length without reward is padding; try algorithm.overlong_buffer, which makes long completions cost reward",
-    ),
-    Rule(
-        "truncated",
-        "rollout.max_response_tokens",
-        ("response_length/clip_ratio",),
-        3,
-        lambda s: s["response_length/clip_ratio"] > 0.5,
-        "`response_length/clip_ratio` is above 0.5",
-        "a completion that is cut off seldom has its answer; try a larger rollout.max_response_tokens, with an "
-        "environment also environment.max_tokens, or algorithm.overlong_buffer",
-    ),
-    Rule(
-        "mismatch",
-        "algorithm.rollout_correction",
-        ("rollout/k3_kl",),
-        3,
-        lambda s: s["rollout/k3_kl"] > 0.01 and not s.metrics.get("rollout/staleness_mean"),
-        "`rollout/k3_kl` is above 0.01, and the rollouts are of the newest weights",
-        "engines and ranks differ by more than rounding (0.001 with bfloat16); try algorithm.rollout_correction=tis, "
-        "or the same type of numbers in rollout.dtype and in the ranks",
-    ),
-    Rule(
-        "stale_rollouts",
-        "rollout.ahead",
-        ("rollout/ess", "rollout/staleness_mean"),
-        5,
-        lambda s: s["rollout/ess"] < 0.5 and s["rollout/staleness_mean"] > 0,
-        "`rollout/ess` is below 0.5, and the rollouts are of older weights",
-        "less than half of the tokens count; try a smaller rollout.ahead, or a lower learning rate",
-    ),
-    Rule(
-        "falling_accuracy",
-        "trainer.policy.optimizer.lr",
-        (ACCURACY,),
-        1,
-        lambda s: s[ACCURACY] < s.past.best_accuracy / 2 and s[ACCURACY] < s.past.best_accuracy - 0.2,
-        f"`{ACCURACY}` is below half of the highest one so far, and more than 0.2 lower",
-        "try a lower trainer.policy.optimizer.lr or a smaller rollout.ahead, from a checkpoint before that "
-        "(trainer.resume_path)",
-    ),
-    Rule(
-        "no_success",
-        "reward.success_threshold",
-        (ACCURACY,),
-        2,
-        lambda s: s[ACCURACY] == s.past.best_accuracy == 0,
-        f"`{ACCURACY}` is 0",
-        "no reward has reached reward.success_threshold yet; if that is not the reward of a success, change it, or "
-        "compare by trainer.best_metric=val/reward/mean; otherwise try easier prompts, or examples first (trainer sft)",
-    ),
-    Rule(
-        "no_gain",
-        "trainer.policy.optimizer.lr",
-        (ACCURACY,),
-        3,
-        lambda s: 0 < s.past.accuracy_of_start >= max(s[ACCURACY], s.past.trained_accuracy) and not s.is_solved(),
-        f"`{ACCURACY}` of no step is above that of the start",
-        "what is learnt does not show there; look whether reward/mean rises, and try another "
-        "trainer.policy.optimizer.lr",
-    ),
-    Rule(
-        "kl_explosion",
-        "trainer.policy.optimizer.lr",
-        ("policy/kl",),
-        3,
-        lambda s: s["policy/kl"] > 2,
-        "`policy/kl` is above 2",
-        "the policy has moved far away; try a lower trainer.policy.optimizer.lr or a larger algorithm.kl_coef, and "
-        "trainer.divergence_limits, which ends such a run",
-    ),
-    Rule(
-        "useless_critic",
-        "trainer.critic.optimizer.lr",
-        ("critic/explained_variance",),
-        20,
-        lambda s: s["critic/explained_variance"] <= 0,
-        "`critic/explained_variance` is at most 0",
-        "the critic explains nothing of the returns (a healthy one does after 10 steps); try another "
-        "trainer.critic.optimizer.lr, or more trainer.critic.warmup_steps in a new run",
-    ),
-    Rule(
-        "silent_agents",
-        "environment.name",
-        ("episode/turns/mean",),
-        1,
-        lambda s: s["episode/turns/mean"] == 0 and not s.metrics.get("environment/failures"),
-        "`episode/turns/mean` is 0, and no episode has failed",
-        "no agent has asked the policy; let the agent of environment.name send its calls to endpoint.base_url",
-    ),
-    Rule(
-        "failed_environments",
-        "environment.timeout_s",
-        ("environment/failures", "perf/samples_per_s", "time/step"),
-        3,
-        lambda s: s["environment/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
-        "`environment/failures` is above a tenth of the completions",
-        "log.txt has the errors; try a longer environment.timeout_s if they are timeouts",
-    ),
-    Rule(
-        "failed_rewards",
-        "reward.timeout_s",
-        ("reward/failures", "perf/samples_per_s", "time/step"),
-        3,
-        lambda s: s["reward/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
-        "`reward/failures` is above a tenth of the completions",
-        "log.txt has the errors; try a longer reward.timeout_s if they are timeouts",
-    ),
-    Rule(
-        "ranks_wait",
-        "rollout.num_engines",
-        ("time/rollout", "time/step"),
-        10,
-        lambda s: s.share_of_step("time/rollout") > 0.8,
-        "`time/rollout` is above 0.8 of `time/step`",
-        "the ranks wait; try more rollout.num_engines, or rollout.ahead=1, which generates while the ranks train",
-    ),
-    Rule(
-        "engines_wait",
-        "trainer.num_workers",
-        ("time/wait_weights", "time/step"),
-        10,
-        lambda s: s.share_of_step("time/wait_weights") > 0.8,
-        "`time/wait_weights` is above 0.8 of `time/step`",
-        "the engines wait for new weights; try more trainer.num_workers, or fewer rollout.num_engines",
-    ),
+    "kl_explosion": lambda s: s["policy/kl"] > 2,
+    "useless_critic": lambda s: s["critic/explained_variance"] <= 0,
+    "silent_agents": lambda s: s["episode/turns/mean"] == 0 and not s.metrics.get("environment/failures"),
+    "failed_environments": lambda s: s["environment/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
+    "failed_rewards": lambda s: s["reward/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
+    "ranks_wait": lambda s: s.share_of_step("time/rollout") > 0.8,
+    "engines_wait": lambda s: s.share_of_step("time/wait_weights") > 0.8,
+}
+RULES = tuple(
+    Rule(name, key, tuple(metrics.split()), int(steps), _HOLDS[name], condition, advice)
+    for name, key, steps, metrics, condition, advice in table_rows(_TABLE)
 )
 """The advisories, in the order of the docs."""
 _READ = frozenset(name for rule in RULES for name in rule.metrics)
@@ -310,14 +199,10 @@ _READ = frozenset(name for rule in RULES for name in rule.metrics)
 
 @dataclass
 class _Counter:
-    """How often a rule has held."""
-
     since: int = 0
     last: int = 0
-    present: int = 0
-    """Consecutive steps of which it held."""
-    absent: int = 0
-    """Consecutive steps of which it did not."""
+    present: int = 0  # consecutive steps of which it held
+    absent: int = 0  # consecutive steps of which it did not
     is_given: bool = False
     found: list[tuple[int, int]] = field(default_factory=list)
 
@@ -358,7 +243,6 @@ class Advisor:
         if compares_completions is None:
             compares_completions = _value(self._config, "algorithm", "advantage_estimator") not in COMPARE_NOTHING
         self._counters = [(rule, _Counter()) for rule in RULES if compares_completions or rule.name != "no_signal"]
-        self._read: dict[frozenset[str], list[tuple[Rule, _Counter]]] = {}  # by the metrics that a step has
         self._past = _Past()
         for index, row in enumerate(history):
             step = _finite(row.get("step"))
@@ -367,16 +251,13 @@ class Advisor:
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Advice]:
         """Return the advisories that the metrics of a finished step give rise to."""
         logged = _READ.intersection(metrics)
-        if logged not in self._read:  # a validation before training, or a run without some parts, lacks some
-            self._read[logged] = [(r, counter) for r, counter in self._counters if logged.issuperset(r.metrics)]
         finite = {name: number for name in logged if (number := _finite(metrics[name])) is not None}  # null: it is not
-        given, finished, is_finite = [], _Step(finite, self._past, self._config), len(finite) == len(logged)
-        for rule, counter in self._read[logged]:
-            holds = (is_finite or all(name in finite for name in rule.metrics)) and rule.holds(finished)
-            if not holds and not counter.is_given and not counter.present:
-                counter.absent += 1
-            elif counter.update(step, holds, rule.steps):
-                given.append(_advice(rule, counter.found[-1]))
+        given, finished = [], _Step(finite, self._past, self._config)
+        for rule, counter in self._counters:
+            if logged.issuperset(rule.metrics):
+                holds = finite.keys() >= {*rule.metrics} and rule.holds(finished)
+                if counter.update(step, holds, rule.steps):
+                    given.append(_advice(rule, counter.found[-1]))
         self._past.add(step, finite)
         return given
 
@@ -415,12 +296,7 @@ def _finite(value: Any) -> float | None:
 
 
 class MetricChecks:
-    """Logs each advisory once, and finds metrics that have diverged.
-
-    Args:
-        compares_completions: see `Advisor`.
-        history: the lines of `metrics.jsonl` before the first `update`.
-    """
+    """Logs each advisory once, and finds metrics that have diverged (the arguments are those of `Advisor`)."""
 
     def __init__(self, cfg: Config, compares_completions: bool, history: Iterable[Mapping[str, Any]] = ()) -> None:
         self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions)
@@ -442,10 +318,8 @@ class Divergence:
 
     metric: str
     limit: float
-    first_step: int
-    """The first of the consecutive steps above the limit."""
-    value: float
-    """The value of the last step."""
+    first_step: int  # the first of the consecutive steps above the limit
+    value: float  # the value of the last step
 
     def __str__(self) -> str:
         return (
@@ -454,26 +328,18 @@ class Divergence:
         )
 
 
-PATIENCE = 3
-"""Consecutive steps above a limit after which the run has diverged."""
+PATIENCE = 3  # consecutive steps above a limit after which the run has diverged
 
 
 class DivergenceCheck:
-    """Finds metrics that stay above their limits.
-
-    Args:
-        limits: limits by metric (`trainer.divergence_limits`).
-    """
+    """Finds metrics that stay above their limits (`trainer.divergence_limits`)."""
 
     def __init__(self, limits: Mapping[str, float]):
         self._limits = limits
         self._above: dict[str, list[int]] = {metric: [] for metric in limits}
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
-        """Count a finished step. Return the first metric that has diverged, or None.
-
-        For a metric that is missing in a step, the step does not count.
-        """
+        """Count a step, for metrics that it has. Return the first metric that has diverged, or None."""
         divergence = None
         for metric, limit in self._limits.items():
             value, above = metrics.get(metric), self._above[metric]

@@ -18,16 +18,11 @@ class Best:
     metric: str
     value: float
     step: int
-    start: float | None = None
-    """The value of the initial weights; None: it was not measured."""
+    start: float | None = None  # the value of the initial weights; None: it was not measured
 
 
 def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str) -> Best | None:
-    """Return the best value of `metric` in the lines of a `metrics.jsonl`; None if no line has a finite one.
-
-    Args:
-        mode: `max` or `min`.
-    """
+    """Return the best value (`mode`: `max` or `min`) of `metric` in lines of `metrics.jsonl`; None: there is none."""
     best: dict[str, float] = {}
     for row in rows:
         best = better(best, metric, mode, row["step"], row)
@@ -37,14 +32,8 @@ def find_best(rows: Iterable[Mapping[str, Any]], metric: str, mode: str) -> Best
 def better(
     best: dict[str, float], metric: str, mode: str, step: int, metrics: Mapping[str, float | None]
 ) -> dict[str, float]:
-    """Return `{metric: value, "step": step}` of the better one: `best`, or the step that has these metrics.
-
-    Once step 0 has measured the metric, `start` is its value there.
-
-    Args:
-        best: empty if no step has been compared yet. If it has another metric, it does not count.
-        mode: `max` or `min`.
-    """
+    """Return `{metric: value, "step": step}` of the better one: `best` (empty, or of another metric: none), or this
+    step's. Once step 0 has measured the metric, `start` is its value there."""
     value = metrics.get(metric)
     if value is None or not math.isfinite(value):
         return best
@@ -68,10 +57,7 @@ def sentence(best: Mapping[str, float]) -> str:
 
 
 def score_of(metric: str, mode: str, metrics: Mapping[str, float], best: Mapping[str, float]) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint says of its score, and of that of the initial weights.
-
-    The arguments are those of `better`.
-    """
+    """Return what the manifest of a checkpoint says of its score. The arguments are those of `better`."""
     score = metrics.get(metric)
     is_known = score is not None and math.isfinite(score)
     start = best.get("start") if metric in best else None

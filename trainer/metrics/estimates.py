@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
-LEVEL = 0.95
-"""Confidence level of the intervals."""
+LEVEL = 0.95  # confidence level of the intervals
 
 
 @dataclass(frozen=True)
@@ -22,18 +21,14 @@ class Estimate:
     value: float
     low: float
     high: float
-    rows: int
-    """Number of rows that it was computed from."""
+    rows: int  # number of rows that it was computed from
 
 
 def pass_at_k(successes: int, n: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k completions is a success.
 
-    It is 1 - C(n - successes, k) / C(n, k): the share of the subsets of k completions that hold a success (Chen et al.,
-    "Evaluating Large Language Models Trained on Code", 2021, equation 1).
-
-    Args:
-        successes: number of successes among the n completions of the row.
+    It is 1 - C(n - successes, k) / C(n, k): the share of the subsets of k of the row's n completions that hold a
+    success (Chen et al., "Evaluating Large Language Models Trained on Code", 2021, equation 1).
     """
     assert 0 <= successes <= n and 1 <= k <= n, (successes, n, k)
     return 1.0 - math.comb(n - successes, k) / math.comb(n, k)
@@ -68,10 +63,8 @@ def share_estimate(share: float, rows: int) -> Estimate:
 
 
 def t_quantile(p: float, degrees: int) -> float:
-    """Return the quantile of Student's t distribution: exact for 1 and 2 degrees of freedom.
-
-    For more, it is the expansion of Abramowitz and Stegun (1964), 26.7.5, which is within 0.2 % for p up to 0.975.
-    """
+    """Return the quantile of Student's t distribution: exact for 1 and 2 degrees of freedom. For more, it is the
+    expansion of Abramowitz and Stegun (1964), 26.7.5, which is within 0.2 % for p up to 0.975."""
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))
     if degrees == 2:
@@ -93,12 +86,8 @@ where too few of its rewards are known."""
 
 
 def row_values(rewards: Sequence[Sequence[float | None]], threshold: float) -> dict[str, dict[int, float]]:
-    """Return the values of each row.
-
-    Args:
-        rewards: of the n completions of each row. None: the reward failed, and is left out.
-        threshold: a completion with at least this reward is a success.
-    """
+    """Return the values of each row, of whose n completions these are the rewards. None: it failed, and is left out. A
+    completion with at least `threshold` is a success."""
     n = max(map(len, rewards), default=0)
     known = {row: [one for one in given if one is not None] for row, given in enumerate(rewards)}
     known = {row: values for row, values in known.items() if values}
@@ -115,5 +104,4 @@ def row_values(rewards: Sequence[Sequence[float | None]], threshold: float) -> d
 
 
 def means_of(values: RowValues) -> dict[str, float]:
-    """Return the mean of each measure over the rows that have it."""
     return {name: fmean(by_row.values()) for name, by_row in values.items() if by_row}

@@ -43,15 +43,12 @@ _LABELS = {_REWARD: "reward ", _LOSS: "loss "}
 class Progress:
     """Shows how far a run is and how it does. A context manager.
 
-    On a terminal: a bar with the time left and the running phase, and a table of the main metrics; messages are
-    printed above it. Elsewhere (a pipe, a log file): one aligned line a step, and the running phase when a step takes
-    long.
+    On a terminal: a bar with the time left and the running phase, and a table of the main metrics; messages are printed
+    above it. Elsewhere (a pipe, a log file): one aligned line a step, and the running phase when a step takes long.
 
     Args:
-        total_steps: steps of the run, resumes included.
         completed: steps done by earlier processes of this run.
         history: their lines of `metrics.jsonl`; the best validation so far is found there.
-        timer: the timer of the run's phases, whose running phase is shown.
         shown: metrics of the run's own task that are shown, too.
     """
 
@@ -84,7 +81,7 @@ class Progress:
             display = _Display(self._below, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), left, phase)
             self._display = self._exit.enter_context(display)
             self._display.add_task("", total=self._total, completed=self._completed)
-            self._exit.enter_context(messages_to(self._print_above))
+            self._exit.enter_context(messages_to(lambda text: display.console.print(Text(text), soft_wrap=True)))
         else:
             is_over = threading.Event()
             thread = threading.Thread(target=self._break_silence, args=[is_over], name="progress", daemon=True)
@@ -123,9 +120,6 @@ class Progress:
                 last_logged, patience_s = time.monotonic(), 2 * patience_s
                 LOG.info("step %d/%d: %s for %s …", self._completed + 1, self._total, running[0], clock(running[1]))
 
-    def _print_above(self, text: str) -> None:
-        self._display.console.print(Text(text), soft_wrap=True)
-
     def _remember_val(self, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
             is_shown = name in (ACCURACY, _REWARD, _LOSS) or name.startswith(pass_at("")) or is_accuracy_of_set(name)
@@ -140,7 +134,7 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def _val(self) -> str:
-        """What is shown of validations: the last and the best value; empty before the first."""
+        """What is shown of validations: the last and the best value."""
         measured = [name for name in (ACCURACY, _REWARD, _LOSS) if name in self._vals]
         sets = [
             f"{name.split('/')[1]} {value:.3f}" for name, (value, _) in self._vals.items() if is_accuracy_of_set(name)
@@ -181,12 +175,8 @@ class Progress:
 
 
 def seconds_left(ends: Sequence[float], steps: int, now: float) -> float | None:
-    """Return the seconds until `steps` more steps are done; None: no step has been measured.
-
-    Args:
-        ends: when the first of the last steps began, and when each of them ended.
-        now: on the same clock.
-    """
+    """Return the seconds until `steps` more steps are done, from when the first of the last steps began, and each of
+    them ended; None: no step has been measured."""
     if len(ends) < 2:
         return None
     per_step = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -194,8 +184,6 @@ def seconds_left(ends: Sequence[float], steps: int, now: float) -> float | None:
 
 
 class _Display(rich_progress.Progress):
-    """rich's progress bar, with lines below it."""
-
     def __init__(self, below: Callable[[], Iterable[RenderableType]], *columns: rich_progress.ProgressColumn):
         self._below = below
         super().__init__(*columns, refresh_per_second=_REFRESHES_PER_S, redirect_stderr=sys.stderr.isatty())
@@ -206,8 +194,6 @@ class _Display(rich_progress.Progress):
 
 
 class _TextNow(rich_progress.ProgressColumn):
-    """The text that a function returns at each refresh."""
-
     def __init__(self, text: Callable[[], str], style: str):
         super().__init__()
         self._text, self._style = text, style

@@ -40,15 +40,8 @@ def legal_name(metric: str) -> str:
 
 
 class MetricsServer(Sink):
-    """Serves the metrics of a run, and its health. A context manager; it listens from its construction on.
-
-    Args:
-        run_name: label of every metric.
-        total_steps: of the run.
-
-    Raises:
-        UserError: the port is taken, or the host is none of this machine.
-    """
+    """Serves the metrics of a run, and its health. A context manager; it listens from its construction on. UserError:
+    the port is taken, or the host is none of this machine."""
 
     def __init__(self, host: str, port: int, run_name: str, total_steps: int) -> None:
         import prometheus_client  # not at the first scrape, which would wait for it
@@ -76,7 +69,6 @@ class MetricsServer(Sink):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port on which it listens."""
         return self._server.socket.getsockname()[:2]
 
     def __enter__(self) -> MetricsServer:
@@ -89,7 +81,6 @@ class MetricsServer(Sink):
         self._server.socket.close()
 
     def start(self, rows: Rows, step: int) -> None:
-        """Take over the lines of `metrics.jsonl` that a resumed run has, in place of all values so far."""
         last = dict(chain.from_iterable(row.items() for row in rows))
         self._step = (last.pop("step"), time.monotonic()) if last else None
         self._values = {name: _number(value) for name, value in last.items()}
@@ -125,7 +116,6 @@ class MetricsServer(Sink):
         yield from families.values()
 
     def health(self) -> dict[str, Any]:
-        """Return what `/health` answers."""
         progress, step = self.progress(), self._step
         return {
             "status": progress.status,

@@ -12,40 +12,29 @@ from typing import Any
 from trainer.files.atomic_io import write_file
 from trainer.process.log_setup import escape
 
-Message = Mapping[str, Any]
-"""`role` and `content`."""
+Message = Mapping[str, Any]  # `role` and `content`
 VALIDATION_FOLDER = "validation"
 COLUMNS = ("uid", "prompt", "answer", "completion", "reward", "rewards", "finish_reason", "failure", "metrics")
 """Of a table of transcripts."""
 _WIDTH = 100
-_FIRST, _LAST = 4, 3
-"""Lines of a long text that a terminal shows. The last ones often hold the answer."""
-_MOST_CHARACTERS = 1 << 16
-"""Of a longer text, tables and terminals get the beginning and the end."""
+_FIRST, _LAST = 4, 3  # lines of a long text that a terminal shows. The last ones often hold the answer.
+_MOST_CHARACTERS = 1 << 16  # of a longer text, tables and terminals get the beginning and the end
 
 
 @dataclass(frozen=True)
 class Transcript:
     """One episode as text."""
 
-    uid: str
-    """Of the prompt."""
-    number: int
-    """Of the completion, among those of the prompt."""
-    prompt: Sequence[Message]
-    """The messages before the first reply."""
+    uid: str  # of the prompt
+    number: int  # of the completion, among those of the prompt
+    prompt: Sequence[Message]  # the messages before the first reply
     completion: Sequence[Message]
     """The reply; with an environment, the first reply and all messages after it."""
-    answer: str
-    """The reference answer; empty if the data has none."""
-    reward: float | None
-    """None: it failed, and is left out."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """What `reward` consists of."""
-    finish_reason: str = "stop"
-    """See `trainer.episodes.Episode.status`."""
-    failure: str = ""
-    """See `trainer.episodes.Episode.failure`."""
+    answer: str  # the reference answer; empty if the data has none
+    reward: float | None  # None: it failed, and is left out
+    rewards: Mapping[str, float] = field(default_factory=dict)  # what `reward` consists of
+    finish_reason: str = "stop"  # see `trainer.episodes.Episode.status`
+    failure: str = ""  # see `trainer.episodes.Episode.failure`
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What its environment, or its tools, have counted."""
 
@@ -54,18 +43,13 @@ class Transcript:
         return f"{self.uid}:{self.number}"
 
     def row(self) -> tuple[str, str, str, str, float | None, str, str, str, str]:
-        """Return the values of `COLUMNS`."""
         prompt, answer, completion = self._texts()
         reward, failure = self.reward, printable(self.failure)
         parts, metrics = _listed(self.rewards), _listed(self.metrics)
         return self.name, prompt, answer, completion, reward, parts, self.finish_reason, failure, metrics
 
     def block(self, brief: bool = False) -> str:
-        """Return several readable lines, without control characters.
-
-        Args:
-            brief: the beginning and the end of long texts.
-        """
+        """Return readable lines without control characters; `brief`: the beginning and the end of long texts."""
         prompt, answer, completion = self._texts()
         parts = f" ({_listed(self.rewards)})" if len(self.rewards) > 1 else ""
         reward = "none" if self.reward is None else f"{self.reward:.4g}"
@@ -94,13 +78,7 @@ def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
 def write_validation(
     run_dir: str, step: int, transcripts: Sequence[Transcript], fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write `{run_dir}/validation/step_{step}.jsonl`, atomically: one line an episode.
-
-    A step that is replayed after a kill writes the same file again.
-
-    Args:
-        fence: raises when this process no longer holds the run directory; then nothing is written there.
-    """
+    """Write `{run_dir}/validation/step_{step}.jsonl` atomically: one line an episode, also again after a kill."""
     fence()
     directory = os.path.join(run_dir, VALIDATION_FOLDER)
     os.makedirs(directory, exist_ok=True)
@@ -109,12 +87,12 @@ def write_validation(
 
 
 def printable(text: str) -> str:
-    """Return `text` with line breaks, and with other characters that control a terminal or cannot be seen escaped."""
+    """Return `text` with characters escaped that control a terminal or cannot be seen, but for line breaks."""
     return escape(text.replace("\t", "    "))
 
 
 def _middle_out(text: str) -> str:
-    """Return `text` without its middle if it is very long: wrapping a text of megabytes takes minutes."""
+    """Return `text` without its middle if it is very long: wrapping megabytes takes minutes."""
     left_out = len(text) - _MOST_CHARACTERS
     half = _MOST_CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]}\n… ({left_out:,} characters left out)\n{text[-half:]}"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from queue import Queue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,29 +38,21 @@ KEY = "logger.services"
 _LONGEST_NAME, _LONGEST_PARAM = 250, 500
 _ALLOWED = frozenset("_-. /")
 _ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-_ID = "tracking_id"
-"""The entry of the config by which the run is found again."""
+_ID = "tracking_id"  # the entry of the config by which the run is found again
 
 _METHODS = {"start": ("rows", "step"), "log": ("step", "values"), "samples": ("step", "samples"), "end": ("exit_code",)}
 """The methods of a sink, and what they get."""
 
 
-Samples = Mapping[str, Sequence[Transcript]]
-"""Episodes to read, by the kind of data."""
-Rows = Sequence[Mapping[str, Any]]
-"""Lines of `metrics.jsonl`. `null` is None."""
+Samples = Mapping[str, Sequence[Transcript]]  # episodes to read, by the kind of data
+Rows = Sequence[Mapping[str, Any]]  # lines of `metrics.jsonl`. `null` is None.
 
 
 class Sink(Protocol):
     """A service that gets the metrics of a run, and agrees with `metrics.jsonl` after a resume."""
 
     def start(self, rows: Rows, step: int) -> None:
-        """Agree with the lines that the run has kept: here, log all of them.
-
-        Args:
-            rows: lines of `metrics.jsonl` up to `step`.
-            step: the run continues with the next one. -1: it begins.
-        """
+        """Agree with the lines that the run has kept, up to `step` (-1: it begins): here, log all of them."""
         for row in rows:
             self.log(row["step"], {name: value for name, value in row.items() if name != "step"})
 
@@ -75,7 +67,6 @@ class Sink(Protocol):
 
 
 def finite_values(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the values without NaN, infinity and None."""
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
@@ -85,24 +76,15 @@ def group_of(logger: LoggerConfig, config: Mapping[str, Any]) -> str | None:
     return run_name if logger.name != run_name else None
 
 
-class OwnSink(Sink):
-    """A `Sink` around that of an import path, whose exceptions name it. UserError: the sink cannot be built."""
+class OwnSink:
+    """The `Sink` of an import path, whose exceptions name it. UserError: the sink cannot be built."""
 
     def __init__(self, run_dir: str, path: str, config: Mapping[str, Any]) -> None:
         self._name = path
         self._sink: Sink = self._call(find_sink(path), run_dir, config)
 
-    def start(self, rows: Rows, step: int) -> None:
-        self._call(self._sink.start, rows, step)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._call(self._sink.log, step, values)
-
-    def samples(self, step: int, samples: Samples) -> None:
-        self._call(self._sink.samples, step, samples)
-
-    def end(self, exit_code: int) -> None:
-        self._call(self._sink.end, exit_code)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call, getattr(self._sink, method))
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with user_code(f"{KEY}={self._name}: {{}}", has_place=True):
@@ -110,11 +92,7 @@ class OwnSink(Sink):
 
 
 def find_sink(path: str) -> Callable[..., Sink]:
-    """Import the class of a sink.
-
-    Raises:
-        UserError: there is none, or it lacks a method, or calls of it would fail.
-    """
+    """Import the class of a sink. UserError: there is none, or it lacks a method, or calls of it would fail."""
     kind = import_function(path, KEY)
     for name, arguments in _METHODS.items():
         problem = None
@@ -247,14 +225,10 @@ def mlflow_name(metric: str) -> str:
 
 
 class MLflow(Sink):
-    """A run of MLflow.
+    """A run of MLflow (the arguments are those of `WandB`; a run that MLflow does not have starts anew).
 
     MLflow cannot remove steps, and keeps both values of a step that is sent twice. So a thread sends the steps in their
     order, and none that MLflow has already. If a request fails, the steps wait until the next step or start.
-
-    Args:
-        config: the resolved config without secrets: the parameters of a new run.
-        run_id: the run to continue; None, or one that MLflow does not have, starts a new one.
 
     Raises:
         UserError: MLflow refuses, or does not answer.
@@ -296,7 +270,7 @@ class MLflow(Sink):
             self._warn(error)
 
     def _send_all(self) -> None:
-        """Send the steps of the queue until its end. Only the thread calls this."""
+        """Send the steps of the queue until its end, on the thread."""
         from mlflow.entities import Metric
 
         waiting: deque[tuple[int, dict[str, float]]] = deque()
@@ -352,14 +326,8 @@ class MLflow(Sink):
 
 
 class Trackio(Sink):
-    """A run of Trackio.
-
-    Its steps are those of `metrics.jsonl` after each start: the run is written again from these lines.
-
-    Args:
-        run_dir: not used.
-        config: the resolved config without secrets.
-        run_id: the run to write again; None starts a new one. Its name gets the id if another run has the name.
+    """A run of Trackio (the arguments are those of `WandB`). Each start writes it again from `metrics.jsonl`. Its name
+    gets the id if another run has the name.
 
     Raises:
         UserError: Trackio refuses, or the environment makes it write elsewhere than to this machine.
@@ -400,7 +368,6 @@ class Trackio(Sink):
                 trackio.finish()
 
     def _begin(self) -> Any:
-        """Begin the run, without the steps that it has."""
         import trackio
 
         project, name = self._logger.project, self._logger.name

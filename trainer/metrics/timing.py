@@ -66,7 +66,7 @@ class Timer:
             TRACER.add(phase, start, end, **details)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to `time/{phase}`."""
+        """Add seconds that were measured elsewhere."""
         name = f"time/{phase}"
         assert name in METRICS, f"{name} is not a metric"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -83,7 +83,6 @@ class Timer:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as `1:05` or `2:03:04`."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

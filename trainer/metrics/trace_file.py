@@ -32,13 +32,8 @@ _BEGIN = b"[\n"
 
 
 class Timeline:
-    """Writes the spans of a run. It never disturbs training: if it cannot write, it says so once and ends.
-
-    Runs may nest: the spans of an inner run go to its own file, if it has one.
-
-    Args:
-        fence: raises when this process no longer holds the run directory.
-    """
+    """Writes the spans of a run, while `fence` does not raise. If it cannot write, it says so once and ends. Runs may
+    nest: the spans of an inner run go to its own file, if it has one."""
 
     def __init__(self, run_dir: str, config: LoggerConfig, fence: Callable[[], None] = lambda: None):
         self._file = TraceFile(run_dir, _LARGEST_BYTES)
@@ -49,7 +44,6 @@ class Timeline:
         self._lock = threading.Lock()
 
     def open(self) -> Timeline:
-        """Record spans from now on, if the config says so."""
         if self._is_wanted:
             TRACER.is_on = True
             self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
@@ -58,7 +52,6 @@ class Timeline:
         return self
 
     def flush(self) -> None:
-        """Write the spans that have been recorded."""
         with self._lock:
             if self._thread is None or not (spans := TRACER.take()):
                 return
@@ -90,11 +83,7 @@ class Timeline:
 
 
 class TraceFile:
-    """Appends spans to the timeline in a directory.
-
-    Args:
-        most_bytes: size at which the timeline ends.
-    """
+    """Appends spans to the timeline in a directory, until it has `most_bytes`."""
 
     def __init__(self, run_dir: str, most_bytes: int):
         self._path = os.path.join(run_dir, TRACE_FILE)
@@ -105,11 +94,6 @@ class TraceFile:
         self._is_begun = False
 
     def write(self, spans: Sequence[Span]) -> None:
-        """Append spans.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
         with naming(self._path):
             if not self._is_begun:
                 cut_torn_line(self._path)
@@ -148,7 +132,6 @@ class TraceFile:
         return b"".join(json.dumps(event).encode() + b",\n" for event in events)
 
     def _name(self, events: list[dict[str, object]], process: str, row: str) -> None:
-        """Add the events that name a process and a row."""
         place = {"ph": "M", "pid": _number(process), "tid": _number(process, row)}
         if (process, "") not in self._named:
             self._named.add((process, ""))
@@ -162,5 +145,5 @@ class TraceFile:
 
 
 def _number(*names: str) -> int:
-    """Return the number of a process or a row, which is the same in every start of the run."""
+    """Return the number of a process or a row, the same in every start of the run."""
     return zlib.crc32("\0".join(names).encode()) & 0x7FFFFFFF

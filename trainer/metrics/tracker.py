@@ -32,16 +32,12 @@ from trainer.metrics.sinks import SERVICES, OwnSink, Samples, Sink, TensorBoard
 LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-_BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')
-"""How a line begins that this package has written."""
+_BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')  # how a line begins that this package has written
 _NUMBERS = {int, float, NoneType}
 
 
 class Tracker:
-    """Writes the metrics of each step.
-
-    In a run directory that already has metrics, call `rewind` before the first `log`.
-    """
+    """Writes the metrics of each step. Where a run directory has metrics, `rewind` comes before the first `log`."""
 
     def __init__(
         self,
@@ -53,13 +49,10 @@ class Tracker:
         server: Sink | None = None,
         restarted: bool = False,
     ) -> None:
-        """
-        Args:
-            run_dir: local directory; it is created if it is missing.
+        """Args:
             config: the resolved config without secrets, for services.
             run_ids: the runs of services to continue, from `state_dict` of this run's checkpoint.
             fence: raises when this process no longer holds the run directory.
-            server: gets the metrics, too.
             restarted: whether the run has begun in this process, perhaps without a line.
 
         Raises:
@@ -72,14 +65,10 @@ class Tracker:
         is_new = not os.path.exists(self._path) or os.path.getsize(self._path) == 0
         self._last_step: int | None = -1 if is_new else None
         self._is_first_start = is_new and not restarted
-        self.first_step: int | None = None
-        """The step of the first line; None: there is no line."""
+        self.first_step: int | None = None  # the step of the first line; None: there is no line
         self._is_closed = False
         self._run_ids: dict[str, str | None] = {"wandb_run_id": None, **(run_ids or {})}
         self._sinks: list[Sink] = [] if server is None else [server]
-        self._open_sinks(run_dir, logger, config)
-
-    def _open_sinks(self, run_dir: str, logger: LoggerConfig, config: dict[str, Any]) -> None:
         if "tensorboard" in logger.services:
             self._sinks.append(TensorBoard(run_dir))
         for sink in logger.sinks:
@@ -94,10 +83,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def _left_out_if_it_fails(self) -> Iterator[None]:
-        """Return a block in which a service that fails ends a run at its first start alone.
-
-        A run that has begun goes on without the service: its metrics are in `metrics.jsonl`.
-        """
+        """Let a service that fails end a run at its first start alone: `metrics.jsonl` has all metrics."""
         try:
             yield
         except UserError as problem:
@@ -106,10 +92,8 @@ class Tracker:
             LOG.warning("%s. The run goes on without; its next start sends the steps", problem)
 
     def log(self, step: int, metrics: Mapping[str, float], samples: Samples | None = None) -> None:
-        """Record the metrics of a finished step (0: the validation before training). Steps must increase.
-
-        Args:
-            samples: episodes to read in W&B and TensorBoard, by the kind of data.
+        """Record the metrics of a finished step (0: the validation before training), and episodes to read. Steps must
+        increase.
 
         NaN and infinity, which JSON does not have, become `null` in `metrics.jsonl`. While the disk is full, lines wait
         in memory (see `AppendedFile`), and `flush` raises.
@@ -168,11 +152,7 @@ class Tracker:
                 self._sinks.append(sink)
 
     def flush(self) -> None:
-        """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Wait until the lines are on the disk: a checkpoint must not be there without the lines before it."""
         self._file.sync()
 
     def state_dict(self) -> dict[str, str | None]:
@@ -211,10 +191,8 @@ class MetricsLines(Sequence[dict[str, Any]]):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.steps = array("q")
-        """The step of each line."""
-        self.starts = array("q", [0])
-        """The offset of each line, and the one after the last."""
+        self.steps = array("q")  # the step of each line
+        self.starts = array("q", [0])  # the offset of each line, and the one after the last
         last = b""
         with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
             for line in file:
@@ -238,11 +216,9 @@ class MetricsLines(Sequence[dict[str, Any]]):
         return self._rows(range(len(self)))
 
     def after(self, step: int) -> list[dict[str, Any]]:
-        """Return the rows of later steps."""
         return list(self._rows([index for index, one in enumerate(self.steps) if one > step]))
 
     def having(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Yield the rows that have a metric whose name begins with `prefix`."""
         return self._rows(self._indices(prefix))
 
     def thinned(self, most: int, steps: Collection[int] = ()) -> list[dict[str, Any]]:
@@ -277,12 +253,10 @@ class MetricsLines(Sequence[dict[str, Any]]):
 
 
 def read_metrics(path: str) -> list[dict[str, Any]]:
-    """Return all rows of a `metrics.jsonl` (see `MetricsLines`)."""
     return list(MetricsLines(path))
 
 
 def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return objects as the content of a `metrics.jsonl`."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -292,11 +266,7 @@ def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def check_lines(path: str, first: int | None, last: int) -> None:
-    """Check that a `metrics.jsonl` has one line for each step from `first` (None: there is none) to `last`.
-
-    Raises:
-        UserError: a line is missing or duplicated.
-    """
+    """Raise a `UserError` unless each step from `first` (None: there is none) to `last` has one line."""
     lines = MetricsLines(path)
     for _ in lines:  # a damaged line is refused before anything starts
         pass
@@ -321,5 +291,4 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _plain(value: float) -> float:
-    """Return a number of NumPy or torch as a number of Python. Integers stay integers."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)

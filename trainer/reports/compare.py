@@ -39,21 +39,16 @@ _UNKNOWN = "-"
 _WIDTH_OF_FILES = 1000
 _MOST_KEYS = 12
 _FEW = 8
-_MOST_NAMES = 20
-"""Runs that a legend can name."""
+_MOST_NAMES = 20  # runs that a legend can name
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run to compare."""
-
     path: str
-    config: dict[str, Any]
-    """By dotted key; empty if the run has not saved it yet."""
+    config: dict[str, Any]  # by dotted key; empty if the run has not saved it yet
     rows: MetricsLines
     task: RecordedTask
-    command: list[str]
-    """Words of the last start; empty if they are not known."""
+    command: list[str]  # words of the last start; empty if they are not known
 
     @property
     def steps(self) -> int:
@@ -61,18 +56,13 @@ class Run:
 
     @cached_property
     def drawn(self) -> Rows:
-        """The rows of a picture, with the best one."""
         metric = self.task.best_metric
         best = find_best(self.rows.having(metric), metric, self.task.best_mode)
         return self.rows.thinned(MOST_POINTS, [best.step] if best else [])
 
 
 def read_run(path: str) -> Run:
-    """Return the run in the directory `path`.
-
-    Raises:
-        UserError: there is none, or its files are damaged.
-    """
+    """Return the run in the directory `path`. UserError: there is none, or its files are damaged."""
     file = os.path.join(path, METRICS_FILE)
     if not os.path.exists(file):
         raise UserError(_no_run(path))
@@ -183,7 +173,6 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _results(run: Run, keys: list[str], metric: str, best: Best | None) -> dict[str, Any]:
-    """Return a row of the table, by column."""
     row: dict[str, Any] = {"run": _name(run)}
     row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
     row |= {"start": best and best.start, f"best {metric}": best and best.value, "at step": best and best.step}
@@ -246,7 +235,6 @@ def _draw(runs: list[Run], metric: str, path: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare the runs of the command line; returns the exit status."""
     parser = ToolParser(prog="trainer compare", description="Compare runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or directory of a sweep")
     parser.add_argument("--metric", help="metric to compare; default: trainer.best_metric of the first run")

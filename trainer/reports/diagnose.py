@@ -9,7 +9,6 @@ import contextlib
 import glob
 import os
 import shlex
-import time
 from collections import Counter, deque
 from datetime import datetime
 from functools import partial
@@ -45,11 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def diagnose(run_dir: str) -> list[str]:
-    """Return lines for people.
-
-    Raises:
-        UserError: there is no run in `run_dir`, or its metrics are damaged.
-    """
+    """Return lines for people. UserError: there is no run in `run_dir`, or its metrics are damaged."""
     if is_url(run_dir):
         raise UserError(f"{run_dir}: is a URL; name the run's directory, or give the URL to `trainer checkpoint ls`")
     if not os.path.isdir(run_dir):
@@ -93,10 +88,8 @@ def diagnose(run_dir: str) -> list[str]:
 
 
 def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
-    """Return the nodes that should be drained, each with the reason: a GPU error, or several failures.
-
-    A node that is lost takes a rank and an engine with it, which counts once.
-    """
+    """Return the nodes that should be drained, each with the reason: a GPU error, or several failures. A node that is
+    lost takes a rank and an engine with it, which counts once."""
     blamed = [incident for incident in incidents if incident.kind == INFRASTRUCTURE and incident.node]
     counts = Counter((incident.node, incident.role) for incident in blamed if incident.role.endswith(_MEMBERS))
     reasons = {node: f"{count} incidents" for (node, _), count in counts.items() if count >= _SUSPECT}
@@ -104,7 +97,6 @@ def bad_nodes(incidents: list[Incident]) -> dict[str, str]:
 
 
 def _checkpoints(run_dir: str, start: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the step of the newest valid checkpoint (0: none), and lines about the newest ones."""
     root = last_commit.read(run_dir) or inside(start["directory"], start["config"]["trainer"]["ckpt_path"])
     newest, lines = _newest(root)
     local = start["config"]["trainer"].get("ckpt_cache_dir")
@@ -151,10 +143,8 @@ def _ending(running: str | None, gone: str | None, last_words: str) -> list[str]
 
 
 def _last_words(run_dir: str) -> str:
-    """Return the last line of the log about the end of the run, without its time.
-
-    Skip lines about the report, and those of a later start that was refused because there is a run.
-    """
+    """Return the last line of the log about the end of the run, without its time: not one about the report, or of a
+    later start that was refused because there is a run."""
     try:
         with open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
             tail = deque(file, 1000)  # the last words are among these lines
@@ -184,12 +174,11 @@ def _line(incident: Incident) -> str:
 
 
 def _advice(start: dict[str, Any], incidents: list[Incident], last_words: str) -> str:
-    """Return the command that continues a run that has not finished."""
     since = [incident for incident in incidents if not _is_older(incident.time, start.get("time"))]
     at_fault = not since or since[-1].kind == JOB and since[-1].action == "ended the run"  # none: it was refused
     again = "change what the sentence above names, then: " if at_fault and last_words.startswith("error") else ""
     changes: dict[str, str | None] = {}
-    if _has_passed(start["config"]["trainer"].get("deadline")):
+    if _is_older(start["config"]["trainer"].get("deadline"), datetime.now().isoformat()):
         changes["trainer.deadline"] = None
     address = start["config"]["trainer"].get("ray_address")
     if address not in (None, PROCESSES) and (nodes := bad_nodes(incidents)):
@@ -198,13 +187,7 @@ def _advice(start: dict[str, Any], incidents: list[Incident], last_words: str) -
     return again + next_command(start, changes)
 
 
-def _is_older(time: Any, than: Any) -> bool:
-    with contextlib.suppress(TypeError, ValueError):  # damaged
-        return datetime.fromisoformat(time) < datetime.fromisoformat(than)
-    return False
-
-
-def _has_passed(deadline: Any) -> bool:
+def _is_older(when: Any, than: Any) -> bool:
     with contextlib.suppress(TypeError, ValueError, OverflowError):  # null, or damaged
-        return datetime.fromisoformat(deadline).timestamp() < time.time()
+        return datetime.fromisoformat(when).timestamp() < datetime.fromisoformat(than).timestamp()
     return False

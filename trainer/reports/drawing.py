@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Rows = Sequence[dict[str, Any]]
-"""Lines of a `metrics.jsonl`."""
-Panel = Callable[["Axes", Rows], None]
-"""Draws a part of a picture."""
+Rows = Sequence[dict[str, Any]]  # lines of a `metrics.jsonl`
+Panel = Callable[["Axes", Rows], None]  # draws a part of a picture
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 YELLOW, GREY = "#F0E442", "#B0B0B0"
-MOST_POINTS = 4000
-"""Steps of a curve. Of a longer run, every second, third, … line is drawn."""
+MOST_POINTS = 4000  # steps of a curve. Of a longer run, every second, third, … line is drawn.
 _FEW, _MANY = 25, 200
 _STYLE = {
     "font.size": 10,
@@ -39,8 +36,7 @@ _STYLE = {
 
 @contextmanager
 def picture(path: str, width: float, height: float) -> Iterator[Figure]:
-    """Yield a figure of that many inches, and write it to the PNG file `path` after the block, completely or not at
-    all."""
+    """Yield a figure of so many inches, and write it to the PNG file `path` after the block, or nothing."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a screen
 
@@ -52,7 +48,6 @@ def picture(path: str, width: float, height: float) -> Iterator[Figure]:
 
 
 def label_steps(axes: Axes) -> None:
-    """Label the horizontal axis of a panel, which counts steps."""
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
 

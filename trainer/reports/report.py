@@ -39,17 +39,8 @@ _INCIDENT_COLOURS = {JOB: RED, INFRASTRUCTURE: "black"}
 
 
 def write_report(run_dir: str, out: str | None = None) -> str:
-    """Draw the metrics of `{run_dir}/metrics.jsonl`, and return the path of the picture.
-
-    A panel is left out if the run has not logged its metric. Below the panels stand the
-    advisories that hold after the last step.
-
-    Args:
-        out: the PNG file; None: `{run_dir}/report.png`.
-
-    Raises:
-        UserError: there are no metrics.
-    """
+    """Draw the metrics of `{run_dir}/metrics.jsonl`, with the advisories that hold after the last step, to `out` or
+    `report.png`; return the path. UserError: there are no metrics."""
     source = os.path.join(run_dir, METRICS_FILE)
     if not os.path.exists(source):
         raise UserError(f"{source} does not exist; give the directory of a run")
@@ -94,30 +85,24 @@ def final_report(run_dir: str) -> None:
 
 
 def _notes(rows: Iterable[dict[str, Any]], config: Mapping[str, Any], columns: int) -> list[str]:
-    """Return lines that say which advisories hold after the last step, as wide as that many panels."""
     notes = [f"NOTE: {advice}" for advice in Advisor(config, history=rows).current]
     return [line for note in notes for line in textwrap.wrap(note, _LETTERS * columns)]
 
 
 def _draw_incidents(axes: Axes, incidents: Sequence[Incident]) -> None:
-    """Draw a dotted line before the step of each incident."""
     for step, kind in sorted({(incident.step, incident.kind) for incident in incidents}):
         colour = _INCIDENT_COLOURS.get(kind, GREY)
         axes.axvline(step - 0.5, color=colour, linestyle=":", linewidth=1.0, gid=f"incident {step}")
 
 
 def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
-    """Return the panels whose metrics the run has logged.
-
-    Args:
-        declared: the metrics of the run's task.
-    """
+    """Return the panels whose metrics the run has logged. `declared` are those of its task."""
     logged = {name for row in rows for name, value in row.items() if value is not None}
     possible = [*_OF_SAMPLES, *_task_panels(declared, logged), *_PANELS]
     panels = [panel for name, panel in possible if name in logged]
     means = sorted(name for name in logged if name.endswith("/mean"))
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
-    if terms and not (len(terms) == 1 and all(_is_whole(row, terms[0]) for row in rows)):
+    if terms and not (len(terms) == 1 and all(_is_same(row.get(terms[0]), row.get("reward/mean")) for row in rows)):
         panels.append(partial(_family, names=terms, title="Terms of the reward", unit="reward"))
     sets = sorted(name for name in logged if is_accuracy_of_set(name))
     if sets:
@@ -129,10 +114,8 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
     return panels
 
 
-def _is_whole(row: dict[str, Any], term: str) -> bool:
-    """Return whether a term is the whole reward of the step."""
-    values = row.get(term), row.get("reward/mean")
-    return None in values or math.isclose(*values, rel_tol=1e-6)
+def _is_same(a: float | None, b: float | None) -> bool:
+    return a is None or b is None or math.isclose(a, b, rel_tol=1e-6)
 
 
 def _reward(axes: Axes, rows: Rows) -> None:
@@ -183,11 +166,7 @@ def _task_panels(declared: Mapping[str, Metric], logged: Collection[str]) -> lis
 
 
 def _curves(axes: Axes, rows: Rows, title: str, unit: str, curves: Sequence[tuple[str, str, str]]) -> None:
-    """Draw those of the metrics that were logged. A legend tells several apart.
-
-    Args:
-        curves: metric, label and colour of each.
-    """
+    """Draw those of the metrics (name, label and colour of each) that were logged. A legend tells several apart."""
     logged = [one for one in curves if any(row.get(one[0]) is not None for row in rows)]
     for name, label, colour in logged:
         curve(axes, rows, name, label, colour)
@@ -197,7 +176,6 @@ def _curves(axes: Axes, rows: Rows, title: str, unit: str, curves: Sequence[tupl
 
 
 def _single(name: str, title: str, unit: str, colour: str) -> tuple[str, Panel]:
-    """Return an entry of `_PANELS` that draws one metric."""
     return name, lambda axes, rows: _curves(axes, rows, title, unit, [(name, "", colour)])
 
 
@@ -250,7 +228,6 @@ _PANELS: tuple[tuple[str, Panel], ...] = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Draw the report of the run on the command line; returns the exit status."""
     parser = ToolParser(prog="trainer report", description="Draw RUN_DIR/report.png.")
     help = "directory of a run, or of several, such as a sweep: then each gets its own picture"
     parser.add_argument("run_dir", metavar="RUN_DIR", help=help)
@@ -259,7 +236,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write_reports(directory: str, out: str | None) -> None:
-    """Draw the report of a run, or of each run in the directory of a sweep."""
     runs = find_runs([directory])
     if len(runs) > 1 and out is not None:
         raise UserError(f"--out={out}: is one picture, and {directory} holds {len(runs)} runs; name one of them")
