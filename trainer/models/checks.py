@@ -31,11 +31,7 @@ EMBEDDING = {"embedding_rowwise"}
 
 
 def check_trained_models(cfg: Config) -> None:
-    """Check the models that the config names for the ranks, before anything expensive starts.
-
-    Raises:
-        UserError: one cannot be used (see `load_trained_config`).
-    """
+    """Raise a `UserError` if a model that the config names for the ranks cannot be used (see `load_trained_config`)."""
     for role in cfg.roles:
         if (path := role.path or cfg.model.path) is not None:
             path = resolve_model_path(path, role.path_key)
@@ -44,13 +40,10 @@ def check_trained_models(cfg: Config) -> None:
 
 
 def check_axes(cfg: Config, model_path: str) -> None:
-    """Check that the models of a run can be split over the ranks as the config requires, before they are loaded.
+    """Raise a `UserError` if a model of a run cannot be split over the ranks as the config requires.
 
     Args:
         model_path: directory of the initial weights of the policy, and of each role without a path of its own.
-
-    Raises:
-        UserError: a model cannot be split.
     """
     if not any(size > 1 and name in PROBLEMS for name, size in axis_sizes(cfg.trainer).items()):
         return
@@ -61,20 +54,14 @@ def check_axes(cfg: Config, model_path: str) -> None:
 
 
 def check_model_axes(cfg: Config, model: Any, name: str = "the model") -> None:
-    """Check one model (see `check_axes`).
-
-    Args:
-        model: its Hugging Face config.
-        name: what messages call it.
-    """
+    """Check a model, which messages call `name`, by its Hugging Face config (see `check_axes`)."""
     sizes = axis_sizes(cfg.trainer)
     for axis, size in sizes.items():
         if size > 1 and axis in PROBLEMS and (problem := PROBLEMS[axis](model, sizes, name)) is not None:
             refuse_axis(axis, size, problem)
 
 
-def cp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
-    """Return why the attention of a model cannot be split over the ranks of `cp`, or None."""
+def _cp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
     heads, tp = getattr(model, "num_attention_heads", None), sizes["tp"]
     if heads is not None and heads // tp % sizes["cp"] == 0:
         return None
@@ -82,8 +69,7 @@ def cp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
     return f"must divide the number of attention heads of {name}{on_each}, {heads and heads // tp}"
 
 
-def tp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
-    """Return why the matrices of a model cannot be split over the ranks of `tp`, or None."""
+def _tp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
     plan, kind = getattr(model, "base_model_tp_plan", None), f"models of the type {model.model_type}"
     if not plan:
         return f"{kind} have no tensor parallel plan in transformers"
@@ -99,26 +85,18 @@ def tp_problem(model: Any, sizes: Mapping[str, int], name: str) -> str | None:
     return None
 
 
-PROBLEMS: dict[str, Callable[[Any, Mapping[str, int], str], str | None]] = {"cp": cp_problem, "tp": tp_problem}
+PROBLEMS: dict[str, Callable[[Any, Mapping[str, int], str], str | None]] = {"cp": _cp_problem, "tp": _tp_problem}
 """Says of a Hugging Face config of a model why it cannot be used with the sizes of all axes, by axis. The name is what
 messages call the model."""
 
 
 def refuse_axis(axis: str, size: int, problem: str) -> NoReturn:
-    """Raise a `UserError` about the size of an axis."""
     raise UserError(f"trainer.{AXES[axis].key}={size}: {problem}")
 
 
 def check_longest_sequence(cfg: Config, model_path: str) -> None:
-    """Check that the policy can read the longest sequence. Of the engines, vLLM alone checks it.
-
-    Args:
-        cfg: of a run on one source alone.
-        model_path: directory of the policy.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise a `UserError` if the policy in `model_path` cannot read the longest sequence of a run on one source alone.
+    Of the engines, vLLM alone checks it."""
     positions = positions_of(load_config(cfg.model, model_path))
     if positions is None:
         return
@@ -139,7 +117,6 @@ def positions_of(config: PretrainedConfig) -> int | None:
 
 
 def _is_scaled(rotations: Any) -> bool:
-    """Whether parameters of rotations, or those of a kind of layers among them, have a factor."""
     if not isinstance(rotations, Mapping):
         return False
     return "factor" in rotations or any(map(_is_scaled, rotations.values()))
@@ -150,16 +127,8 @@ _MEDIA = re.compile("(image|video|audio|vision|bo[iva]|eo[iva])_.*")
 
 
 def check_vocabularies(cfg: Config, model_path: str) -> None:
-    """Check that all models of the run have the tokens of the policy, before one is loaded.
-
-    Every model reads the tokens that the policy has sampled, and a rank ends at a token without an embedding.
-
-    Args:
-        model_path: directory of the initial weights of the policy.
-
-    Raises:
-        UserError: one has not.
-    """
+    """Raise a `UserError` if a model of the run lacks a token of the policy, whose weights are in `model_path`. Every
+    model reads the tokens that the policy has sampled, and a rank ends at a token without an embedding."""
     for spec in cfg.servers:
         spec.server.check_length(cfg.longest_sequence)
         named, known = f"{spec.path_key}={spec.url}", spec.server.vocabulary()
@@ -189,14 +158,8 @@ def check_vocabularies(cfg: Config, model_path: str) -> None:
 def _compare_tokens(
     cfg: Config, model_path: str, known: Mapping[str, int] | None, name: str, named: str, may_have_more: bool = True
 ) -> None:
-    """Refuse a model that reads the policy's tokens as others, by the tokenizers of both.
-
-    Without a tokenizer of the policy, nothing is compared.
-
-    Args:
-        known: ids of its tokens; None, or empty: it has no tokenizer.
-        may_have_more: it may have further tokens.
-    """
+    """Refuse a model that reads the policy's tokens as others, by the tokenizers of both, if the policy has one.
+    `known`: ids of its tokens; None, or empty: it has no tokenizer. `may_have_more`: it may have further tokens."""
     own = token_table(model_path, cfg.model.trust_remote_code)
     if own is None:
         return
@@ -215,13 +178,8 @@ def _compare_tokens(
 
 
 def check_tokenizer(cfg: Config, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the model in the directory `path` has an embedding of each token that its tokenizer writes.
-
-    A tokenizer may have a token for images or sound without one, as those of Gemma 3 with text alone have.
-
-    Raises:
-        UserError: a token has none.
-    """
+    """Raise a `UserError` if the model in `path` has no embedding of a token that its tokenizer writes. A tokenizer may
+    have a token for images or sound without one, as those of Gemma 3 with text alone have."""
     rows = _vocab_size(load_config(cfg.model, path))
     if rows is None:
         return
@@ -238,7 +196,7 @@ def check_tokenizer(cfg: Config, path: str, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _vocab_size(config: PretrainedConfig) -> int | None:
-    """Return the number of tokens that a model has embeddings of. None: its config does not say it."""
+    """Return the number of embeddings of a model. None: its config does not say it."""
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
@@ -251,16 +209,13 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def is_classifier(architectures: Any) -> bool:
-    """Return whether a config.json with this field describes a sequence classifier, such as a reward model."""
+    """Return whether `architectures` of a config.json are those of a sequence classifier, such as a reward model."""
     return isinstance(architectures, list) and any(str(name).endswith(_CLASSIFIER) for name in architectures)
 
 
 def check_head(config: PretrainedConfig, spec: RoleSpec, path: str, trust_remote_code: bool = False) -> None:
-    """Refuse a role whose model in the directory `path` has another head, or whose head cannot be exported.
-
-    Raises:
-        UserError: a language model is a reward model there; or a score head is trained on a family without a class.
-    """
+    """Refuse a role whose model in the directory `path` has another head, or whose head cannot be exported. UserError:
+    a language model is a reward model there; or a score head is trained on a family without a class."""
     if spec.head == LM:
         refuse_classifier(config.architectures, f"{spec.path_key}={path}")
     if spec.head == SCORE and spec.trained:
@@ -268,11 +223,7 @@ def check_head(config: PretrainedConfig, spec: RoleSpec, path: str, trust_remote
 
 
 def refuse_classifier(architectures: Any, named: str) -> None:
-    """Refuse a reward model where a language model is needed.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Raise a `UserError` for a reward model where a language model is needed."""
     if is_classifier(architectures):
         raise UserError(
             f"{named}: {architectures[0]} is a reward model, which scores texts and writes none; name a language "
@@ -287,11 +238,8 @@ def refuse_classifier_in(path: str, key: str) -> None:
 
 
 def classifier_class(config: PretrainedConfig, named: str, trust_remote_code: bool = False) -> str:
-    """Return the name of the class that reads an exported score head.
-
-    Raises:
-        UserError: transformers has none for this family, or its head is another one.
-    """
+    """Return the name of the class that reads an exported score head. UserError: transformers has none for this family,
+    or its head is another one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -332,5 +280,5 @@ def classifier_fields(config: PretrainedConfig, tokenizer: Any, named: str, trus
 
 
 def score_name(name: str) -> str:
-    """Return the name in the files of a weight of a value model (see `trainer.models.loading.CriticModel`)."""
+    """Return the name in the files of a weight of a `CriticModel`."""
     return name.replace(VALUE_HEAD, SCORE_HEAD, 1) if name.startswith(VALUE_HEAD) else name

@@ -1,8 +1,4 @@
-"""Write models as Hugging Face directories: their files, and the directory as one. Cheap to import.
-
-`export_sharded` writes the tensors of sharded modules: each rank writes its own shards. `export_checkpoint` writes the
-tensors of a checkpoint.
-"""
+"""Write models as Hugging Face directories: their files but the weights, and the directory as one. Cheap to import."""
 
 from __future__ import annotations
 
@@ -41,11 +37,8 @@ _TOKENIZER_CONFIG, _TEMPLATE, _TEMPLATES = "tokenizer_config.json", "chat_templa
 
 
 def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a run's policy (see `model_assets`).
-
-    Raises:
-        UserError: a file cannot be read, or the policy has a head that no export can have.
-    """
+    """Return the files of a run's policy (see `model_assets`). UserError: a file cannot be read, or the policy has a
+    head that no export can have."""
     policy = cfg.roles[0]
     changes = config_changes(cfg.model, model_path)
     if policy.head == VALUE and cfg.trainer.hf_save_interval > 0:
@@ -65,14 +58,10 @@ def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, byt
 
 
 def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | None = None) -> dict[str, bytes]:
-    """Return the files, by their paths in the directory.
+    """Return the files, by their paths in the directory, with these changes of config.json.
 
     They are copies, because a library that writes them again loses or refuses something: invalid generation configs,
     modules of the model's own code, unknown fields. Code is among them if a config names it.
-
-    Args:
-        tokenizer: of the run (see `load_tokenizer`).
-        changes: of config.json (see `config_changes`).
 
     Raises:
         UserError: a file cannot be read.
@@ -92,7 +81,7 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
 
 
 def config_changes(model: ModelConfig, path: str) -> dict[str, Any]:
-    """Return the fields of the policy's config.json that differ from the one in the directory `path`."""
+    """Return the fields of the policy's config.json that differ from the one in `path`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -127,7 +116,6 @@ def _with_changes(files: dict[str, bytes], changes: Mapping[str, Any]) -> dict[s
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """Return a config.json that says that its weights are `dtype`."""
     names = [name for name in ("dtype", "torch_dtype") if name in parse_object(config)]  # the latter is the older name
     return changed_json(config, dict.fromkeys(names or ["dtype"], dtype))
 
@@ -155,7 +143,6 @@ class WritingRanks(Protocol):
 
 
 def export_target(cfg: Config, step: int) -> str:
-    """Return the directory for the exported policy of a step."""
     return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")
 
 
@@ -166,7 +153,7 @@ class PolicyExporter:
     Args:
         model_path: directory of the initial weights.
         assets: the files except weights (see `model_assets`).
-        adapter_alone: write only the adapter in peft's format and the tokenizer, and not the merged model.
+        adapter_alone: write only the adapter in peft's format and the tokenizer.
         fence: raises if this process no longer holds the run directory. Then nothing is published.
     """
 
@@ -177,11 +164,7 @@ class PolicyExporter:
     fence: Callable[[], None]
 
     def export(self, target: str, dtype: str) -> None:
-        """Write the policy to the directory `target`, atomically. Replaces an earlier export there.
-
-        Args:
-            dtype: dtype of the weights (see `RolloutConfig.dtype`).
-        """
+        """Write the policy as `dtype` to the directory `target`, atomically, in place of an earlier export there."""
         self.fence()
         for leftover in glob.glob(f"{glob.escape(target)}{_WRITING}*"):  # of a killed export
             shutil.rmtree(leftover, ignore_errors=True)
@@ -205,20 +188,14 @@ class PolicyExporter:
 
 
 def check_replaceable(target: str) -> None:
-    """Check that an export may replace what is at `target`: nothing, an empty directory, or an earlier export.
-
-    Raises:
-        UserError: there is something else, such as the policy of a checkpoint.
-    """
+    """Raise a `UserError` if there is more at `target` than an empty directory or an earlier export."""
     place = f"trainer.export_path={os.path.dirname(os.path.dirname(target))}"
     if os.path.lexists(os.path.join(os.path.dirname(target), "manifest.json")):
         raise UserError(f"{place}: {os.path.dirname(target)} is a checkpoint; choose another directory for exports")
-    if (
-        not os.path.lexists(target)
-        or os.path.isdir(target)
-        and not os.path.islink(target)
-        and (not (names := os.listdir(target)) or not {*MADE_LAST}.isdisjoint(names))
-    ):
+    if not os.path.lexists(target):
+        return
+    names = os.listdir(target) if os.path.isdir(target) and not os.path.islink(target) else ["no directory"]
+    if not names or not {*MADE_LAST}.isdisjoint(names):
         return
     raise UserError(
         f"{place}: {target} is not an export of a policy, so no export replaces it; move it away, or choose another "
@@ -230,11 +207,8 @@ def check_replaceable(target: str) -> None:
 def atomic_directory(target: str, before_publishing: Callable[[str], None] = lambda target: None) -> Iterator[str]:
     """Yield a new directory to fill, and rename it to `target` at the end of the block. Delete it if the block fails.
 
-    The name of each directory contains a random token, so that a surviving process of a killed run cannot write into
-    it.
-
-    Args:
-        before_publishing: called with `target` immediately before the rename.
+    Its name has a random token, so that a surviving process of a killed run cannot write into it. `before_publishing`
+    is called with `target` immediately before the rename.
     """
     target = os.path.abspath(target)
     writing = f"{target}{_WRITING}{secrets.token_hex(4)}"
@@ -252,7 +226,6 @@ def atomic_directory(target: str, before_publishing: Callable[[str], None] = lam
 
 
 def write_files(directory: str, files: Mapping[str, bytes]) -> None:
-    """Write files by their paths in `directory`."""
     for name, data in files.items():
         path = os.path.join(directory, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)

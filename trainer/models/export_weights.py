@@ -54,8 +54,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The position of one tensor in the files."""
-
     file: str
     offset: int
     shape: tuple[int, ...]
@@ -70,14 +68,11 @@ class Region(NamedTuple):
     runs: int
     size: int
     stride: int
-    itemsize: int
-    """Bytes of an element."""
+    itemsize: int  # bytes of an element
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The headers and sizes of the files, and the entry of every tensor."""
-
     headers: dict[str, bytes]
     sizes: dict[str, int]
     entries: dict[str, TensorEntry]
@@ -107,10 +102,8 @@ class FileLayout:
 
     @contextmanager
     def opened(self, directory: str) -> Iterator[Callable[[str, tuple[int, ...], Tensor], None]]:
-        """Open the files that `create` has made. Yield a function that writes a block of a tensor at its place.
-
-        Its arguments are the name of the tensor, the indices of the first element of the block, and the block.
-        """
+        """Open the files that `create` has made. Yield a function that writes a block of a tensor: its arguments are
+        the tensor's name, the indices of the block's first element, and the block."""
         handles: dict[str, int] = {}
 
         def write(name: str, first: tuple[int, ...], block: Tensor) -> None:
@@ -137,44 +130,33 @@ def export_tensors(module: nn.Module) -> dict[str, Tensor]:
     reshard(module)
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        file_name = hugging_face_name(name)
-        if file_name is not None:
+        if (file_name := hugging_face_name(name)) is not None:
             tensors[score_name(file_name)] = parameter.detach()
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name, value in module.state_dict().items():
-        if name not in parameters:
-            tensors[name] = value
-    return tensors
+    return tensors | {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
 def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `export_tensors` one by one, with their adapters merged. A collective with adapters."""
+    """Yield the tensors of `export_tensors`, adapters merged. A collective with adapters."""
     adapters = adapters_of(module)
     for name, tensor in export_tensors(module).items():
         yield name, adapters[name].merged_into(tensor) if name in adapters else tensor
 
 
 def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES, stem: str = "model") -> FileLayout:
-    """Assign the tensors, in order, to files of at most `max_file_bytes` of data. A larger one has a file of its own.
-
-    Args:
-        stem: what the names of the files begin with.
-    """
+    """Assign the tensors, in order, to files `{stem}….safetensors` of at most so many bytes, or of one tensor."""
     groups = in_groups({name: tensor_bytes(tensor) for name, tensor in tensors.items()}, max_file_bytes)
     headers, sizes, layout = {}, {}, {}
     for number, names in enumerate(groups, 1):
         part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         file = f"{stem}{part}.safetensors"
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        starts = {}
+        begin, starts = 0, {}
         for name in names:
-            starts[name], end = begin, begin + tensor_bytes(tensors[name])
-            entries[name] = {
-                "dtype": _DTYPE_NAMES[tensors[name].dtype],
-                "shape": list(tensors[name].shape),
-                "data_offsets": [begin, end],
-            }
+            tensor = tensors[name]
+            starts[name], end = begin, begin + tensor_bytes(tensor)
+            dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
             begin = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -187,11 +169,7 @@ def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BY
 
 
 def in_groups(sizes: Mapping[T, int], most: int) -> list[list[T]]:
-    """Divide things, in order, into groups of at most `most` bytes, or of one thing that is larger.
-
-    Args:
-        sizes: bytes of each.
-    """
+    """Divide things of these `sizes`, in order, into groups of at most `most` bytes, or of one thing that is larger."""
     groups: list[list[T]] = [[]]
     used = 0
     for thing, size in sizes.items():
@@ -205,9 +183,7 @@ def in_groups(sizes: Mapping[T, int], most: int) -> list[list[T]]:
 
 def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> list[str]:
     """Write the weights of `module` to `directory`: adapters merged, floating-point tensors as `dtype`. A collective.
-
-    All ranks must see the same directory. Returns the names of the files.
-    """
+    All ranks must see the same directory. Returns the names of the files."""
     layout, blocks = own_blocks(module, dtype)
     if dist.get_rank() == 0:
         layout.create(directory)
@@ -260,15 +236,14 @@ def file_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 def _own_blocks(
     unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Yield what this rank writes: the name of a tensor in the files, the indices of the first element, and a block.
-
-    A collective if the unit has a converter and is not split by rows.
-    """
+    """Yield this rank's blocks of a unit. A collective if the unit has a converter and is not split by rows."""
     tensor = next(iter(weights.values()))
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    has_whole_rows = all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements)
     if unit.converter is None:
         if (shard := _local_shard(tensor)) is not None:
             yield unit.first, *shard
-    elif unit.is_by_rows and _has_whole_rows(tensor):
+    elif unit.is_by_rows and has_whole_rows:
         if (shard := _local_shard(tensor)) is not None:
             (row, *_), rows = shard
             for name, part in unit.rows_to_files(rows, row, tensor.shape):
@@ -280,7 +255,7 @@ def _own_blocks(
 
 
 def _complete(unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a unit in the files. A collective."""
+    """Yield the tensors of a unit in the files, by name. A collective."""
     # The cast is before the gather, to halve the traffic (bfloat16).
     whole = {name: full_tensor(weight.to(unit.stored_dtype(weight, dtype))) for name, weight in weights.items()}
     if unit.is_by_rows:
@@ -290,16 +265,9 @@ def _complete(unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype) ->
         yield from unit.to_files(whole).items()
 
 
-def _has_whole_rows(tensor: Tensor) -> bool:
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    return all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements)
-
-
 def _local_shard(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
-    """Return the indices of the first element of this rank's shard, and the shard.
-
-    A shard is some rows, or some columns of some rows. None: another rank writes the shard, or it is empty.
-    """
+    """Return the indices of the first element of this rank's shard (some rows, or some columns of some rows), and the
+    shard. None: another rank writes it, or it is empty."""
     if not isinstance(tensor, DTensor):
         return ((0,) * tensor.dim(), tensor) if dist.get_rank() == 0 else None
     mesh = tensor.device_mesh
@@ -318,18 +286,14 @@ def _write_block(handle: int, region: Region, block: Tensor) -> None:
     content = block.to("cpu").contiguous().view(-1).view(torch.uint8)
     data = memoryview(np.from_dlpack(content))  # with `numpy()`, weights on CPU could not be offloaded any more
     for run in range(region.runs):
-        piece = data[run * region.size : (run + 1) * region.size]
-        _write_all(handle, piece, region.start + run * region.stride)
+        piece, offset = data[run * region.size : (run + 1) * region.size], region.start + run * region.stride
+        while piece:
+            written = os.pwrite(handle, piece, offset)
+            piece, offset = piece[written:], offset + written
 
 
 def _open_without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
-def _write_all(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -366,8 +330,7 @@ class SavedFiles(Protocol):
 class _SavedWeights:
     """The weights of an export, by their names in the module; adapters by those in peft's files."""
 
-    weights: dict[str, Tensor]
-    """Shape and dtype of each weight, on the meta device, in the order of the files."""
+    weights: dict[str, Tensor]  # shape and dtype of each weight, on the meta device, in the order of the files
     read: Callable[[list[str]], dict[str, Tensor]]
 
 
@@ -379,15 +342,12 @@ def export(
     adapter: bool = False,
     base: str | None = None,
 ) -> list[str]:
-    """Write the policy as a Hugging Face directory, atomically.
+    """Write the policy as a Hugging Face directory, atomically; return the names of the weight files.
 
     Args:
         dtype: `auto` (the dtype in the config), `float32`, `bfloat16` or `float16`.
         adapter: write only the adapter, in peft's format and in float32.
         base: directory of the adapted weights. None: the directory that the run used.
-
-    Returns:
-        the names of the weight files.
 
     Raises:
         UserError: `out` exists or is not writable; the checkpoint has no policy or no adapter; or the adapted weights
@@ -426,10 +386,7 @@ def export(
 
 def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     """Return the trained weights as they were saved. For a policy with adapters: the adapters, with peft's names.
-
-    Raises:
-        UserError: the checkpoint has no policy.
-    """
+    UserError: the checkpoint has no policy."""
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
     policy = _saved(files, peft_name) if has_adapters else _plain(files, config)
@@ -448,7 +405,6 @@ def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
 
 
 def _assets(files: SavedFiles, excluded: Collection[str]) -> dict[str, bytes]:
-    """Return the files of the export except the weights, by their name."""
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}
     return {name: files.read(path) for name, path in names.items() if name not in excluded}
 
@@ -456,12 +412,7 @@ def _assets(files: SavedFiles, excluded: Collection[str]) -> dict[str, bytes]:
 def _write(
     directory: str, policy: _SavedWeights, model: nn.Module, dtype: torch.dtype, max_file_bytes: int, stem: str
 ) -> list[str]:
-    """Write the weight files. Return their names.
-
-    Args:
-        model: an empty one, whose files have these weights.
-        dtype: of the floating-point tensors.
-    """
+    """Write the weight files of `model`, which is empty, with floating-point tensors of `dtype`. Return their names."""
     units = file_units(model, policy.weights)
     layout = plan_layout(file_tensors(units, policy.weights, dtype), max_file_bytes, stem)
     layout.create(directory)
@@ -476,11 +427,7 @@ def _write(
 
 
 def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _SavedWeights:
-    """Return weights of the policy as they were saved.
-
-    Args:
-        named: returns the name of a weight in the result, from that in the module. None: it is left out.
-    """
+    """Return weights of the policy as they were saved, by the names that `named` gives those in the module, or None."""
     saved, weights = {}, {}
     for path, entry in files.shapes("policy").items():
         if path.startswith(_MODEL) and (name := named(path.removeprefix(_MODEL))) is not None:
@@ -495,7 +442,6 @@ def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _SavedWeigh
 
 
 def _plain(files: SavedFiles, config: dict[str, Any]) -> _SavedWeights:
-    """Return the weights of a policy without adapters."""
     tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
     return _saved(files, lambda name: None if name == tied else score_name(name))
 
@@ -506,7 +452,6 @@ def _head(files: SavedFiles) -> _SavedWeights:
 
 
 def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _SavedWeights:
-    """Return the weights in the directory `base`, with the adapters merged."""
     if os.path.isdir(base):
         check_model_files(base, "--base")
     file_of, weights = _base_weights(base)

@@ -28,60 +28,30 @@ Contents = dict[str, Any]
 """By file name: the digests of the values of a JSON object by key, or a digest of another file's content."""
 
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "*processor_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "tekken.json",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "chat_template*",
-    "*.jinja",
-    "additional_chat_templates/*",
+    *("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "tekken.json"),
+    *("*.model", "*.spm", "*.tiktoken", "chat_template*", "*.jinja", "additional_chat_templates/*"),
 )
-BACKBONE_FILES = ("config.json",)
-"""All that the critic's directory gives besides weights."""
+BACKBONE_FILES = ("config.json",)  # all that the critic's directory gives besides weights
 _CODE = "**/*.py"
 _BACKUPS = ("~", ".bak", ".orig", ".old")
 """Endings of the copies that editors and users leave. Nothing reads them."""
 _HARMLESS = (
-    "transformers_version",
-    "_name_or_path",
-    "name_or_path",
-    "_commit_hash",
-    "tokenizer_file",
-    "special_tokens_map_file",
-    "is_local",
-    "local_files_only",
+    *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash"),
+    *("tokenizer_file", "special_tokens_map_file", "is_local", "local_files_only"),
 )
 """Keys that say who wrote a file, and where. They act on nothing."""
-_RENAMED = {"torch_dtype": "dtype"}
-"""Keys that newer versions of transformers write under another name."""
-_SHOWN = 4
-"""Changed keys that a message names."""
+_RENAMED = {"torch_dtype": "dtype"}  # keys that newer versions of transformers write under another name
+_SHOWN = 4  # changed keys that a message names
 
 
 def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Contents:
-    """Return what the files of a model directory say. The layout of JSON and the order of its keys have no part in it.
-
-    Args:
-        with_code: the run executes Python files of the directory (`model.trust_remote_code`).
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    names = content_files(directory, with_code, patterns)
-    return {name: read_content(os.path.join(directory, name)) for name in names}
+    """Return what the files of a model directory say, whatever the layout of JSON and the order of its keys. With code:
+    the Python files, too. UserError: a file cannot be read."""
+    return {name: read_content(os.path.join(directory, name)) for name in content_files(directory, with_code, patterns)}
 
 
 def content_files(directory: str, with_code: bool, patterns: tuple[str, ...]) -> list[str]:
-    """Return the names of these files, sorted. See `read_contents`."""
     patterns = (*patterns, _CODE) if with_code else patterns
     found = {name for one in patterns for name in glob.glob(one, root_dir=directory, recursive=True)}
     is_read = {name for name in found if os.path.isfile(os.path.join(directory, name))}
@@ -89,11 +59,7 @@ def content_files(directory: str, with_code: bool, patterns: tuple[str, ...]) ->
 
 
 def read_content(path: str) -> Any:
-    """Return what one file says (see `Contents`).
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return what one file says (see `Contents`). UserError: it cannot be read."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -109,7 +75,7 @@ def read_content(path: str) -> Any:
 
 
 def differences(name: str, saved: Any, now: Any) -> str:
-    """Return in what two contents of the file `name` differ; empty if they are the same. None: there is no file."""
+    """Return in what two contents of the file `name` (None: there is no file) differ; empty if they are the same."""
     if saved == now:
         return ""
     if saved is None or now is None:
@@ -143,12 +109,8 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
     transformers chooses LongRoPE's factors by the longest sequence of a batch, and stretches dynamic rotations by it:
     the log-probs of a sequence would depend on the sequences that are computed with it.
 
-    Args:
-        longest: most tokens of a sequence in the run.
-        setting: what the user has set, `KEY=VALUE`.
-
     Raises:
-        UserError: the rotations are dynamic, and the longest sequence would stretch them.
+        UserError: the rotations are dynamic, and a sequence of `longest` tokens would stretch them. It names `setting`.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or longest
@@ -167,13 +129,8 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
 
 
 def check_position_table(module: nn.Module, longest: int, setting: str) -> None:
-    """Refuse a model with a table of positions that has no row for the last tokens of the longest sequence.
-
-    Raises:
-        UserError: see above.
-    """
-    tables = [*module.named_parameters(), *module.named_buffers()]
-    for name, table in tables:
+    """Raise a `UserError` for a model whose table of positions is shorter than the longest sequence."""
+    for name, table in (*module.named_parameters(), *module.named_buffers()):
         if table.ndim == 2 and any(part in _TABLES for part in name.split(".")):
             owner = module.get_submodule(name.rpartition(".")[0])
             positions = table.shape[0] - getattr(owner, "offset", 0)
@@ -185,7 +142,7 @@ def check_position_table(module: nn.Module, longest: int, setting: str) -> None:
 
 
 def _by_type(rotations: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of each kind of rotations: of all layers, or of each type of layers."""
+    """Yield the parameters of the rotations of all layers, or of each type of layers."""
     if isinstance(rotations, dict) and "rope_type" in rotations:
         yield rotations
     elif isinstance(rotations, Mapping):
@@ -210,8 +167,7 @@ _UNQUANTISED = "save the model with weights of 16 bits, as docs/models.md shows,
 
 _HEAD, _EMBEDDING = "lm_head.weight", ("embed", "wte")
 """End of the name of an output head, and parts of those of the embeddings that families tie to it."""
-_ROWS = 1 << 14
-"""Rows of a vocabulary that are compared at a time."""
+_ROWS = 1 << 14  # rows of a vocabulary that are compared at a time
 
 
 def resolve_model_path(path: str, key: str = POLICY_KEY, files: Iterable[str] = _MODEL_FILES) -> str:
@@ -285,10 +241,8 @@ def load_config(model: ModelConfig, path: str, key: str = POLICY_KEY) -> Pretrai
 
 
 def untie_own_head(config: PretrainedConfig, path: str) -> None:
-    """Let `config` say that head and embedding are not tied, if those in the files in `path` differ.
-
-    transformers and vLLM use such a head, whatever the config says.
-    """
+    """Let `config` say that head and embedding are not tied, if those in the files in `path` differ. transformers and
+    vLLM use such a head, whatever the config says."""
     text = config.get_text_config()
     if not (getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)):
         return
@@ -306,11 +260,8 @@ def untie_own_head(config: PretrainedConfig, path: str) -> None:
 
 @functools.cache
 def _differ(one: tuple[str, str], other: tuple[str, str], written: int) -> bool:
-    """Return whether two tensors, each named by its file and its name there, have different values.
-
-    Args:
-        written: when the first file was written, so that a new file is read again.
-    """
+    """Return whether two tensors, each named by its file and its name there, have different values. `written` is the
+    time of the first file, so that a new file is read again."""
     import torch
     from safetensors import safe_open
 
@@ -325,16 +276,14 @@ def _differ(one: tuple[str, str], other: tuple[str, str], written: int) -> bool:
 def load_trained_config(
     model: ModelConfig, path: str, key: str = POLICY_KEY, longest: int | None = None
 ) -> PretrainedConfig:
-    """Return the architecture config of a model that ranks compute with (see `load_config`).
-
-    Engines alone can do more: an evaluation may be of a quantised model.
+    """Return the architecture config of a model that ranks compute with (see `load_config`). Engines can do more.
 
     Args:
         longest: most tokens of a sequence in the run (see `fit_rotations`). None: the model is not to compute.
 
     Raises:
-        UserError: its weights are quantised, or it reads more than text, or its config.json cannot be used, or its
-            rotations depend on the batch.
+        UserError: its weights are quantised, it reads more than text, its config.json cannot be used, or its rotations
+            depend on the batch.
     """
     config = load_config(model, path, key)
     check_trained(config, f"{key}={path}")
@@ -346,11 +295,7 @@ def load_trained_config(
 
 
 def check_torchvision(model: ModelConfig, path: str) -> None:
-    """Refuse a model whose class in vLLM imports torchvision where that cannot be imported, before an engine starts.
-
-    Raises:
-        UserError: see above.
-    """
+    """Raise a `UserError` for a model whose class in vLLM imports torchvision, if that cannot be imported."""
     kind = load_config(model, path).model_type
     if not kind.startswith(_WITH_TORCHVISION):
         return
@@ -365,11 +310,7 @@ def check_torchvision(model: ModelConfig, path: str) -> None:
 
 
 def check_trained(config: PretrainedConfig, setting: str) -> None:
-    """Refuse a config of quantised weights, and one of a model that reads more than text.
-
-    Args:
-        setting: what the user has set, `KEY=VALUE`.
-    """
+    """Refuse a config, named by `setting`, of quantised weights, or of a model that reads more than text."""
     for field in _QUANTISED:
         if values := getattr(config, field, None):
             method = values.get("quant_method") if isinstance(values, dict) else getattr(values, "quant_method", None)
@@ -389,11 +330,7 @@ def check_trained(config: PretrainedConfig, setting: str) -> None:
 
 
 def check_sizes(text: PretrainedConfig, names: Iterable[str], setting: str) -> None:
-    """Refuse the config of a language model if one of these fields is below 1.
-
-    Args:
-        setting: what the user has set, `KEY=VALUE`.
-    """
+    """Refuse the config of a language model, named by `setting` (`KEY=VALUE`), if one of these fields is below 1."""
     for name in names:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
@@ -408,10 +345,7 @@ _READ = (".json", ".txt", ".model", ".tiktoken", ".spm", ".safetensors", ".bin",
 _QUANTISED_TYPES = ("F8", "F6", "F4")
 _SINGLE_FILE, _INDEX_IN_USE = "model.safetensors", "model.safetensors.index.json"
 _START_OF_POINTER = b"version https://git-lfs.github.com/"
-_STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")
-"""A zip file, or the pickle of torch's older format."""
-
-_checked: set[tuple[str, int, int]] = set()
+_STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")  # A zip file, or the pickle of torch's older format
 
 
 def check_model_files(path: str, key: str) -> None:
@@ -429,7 +363,14 @@ def check_model_files(path: str, key: str) -> None:
         raise UserError(f"{key}={path}: {problem}; merge it (peft: merge_and_unload), and name the merged model")
     for name in sorted(os.listdir(path)):
         if name.endswith(_READ):
-            _check_once(path, name, key)
+            try:
+                file = os.path.join(path, name)
+                if (problem := file_problem(file)) is not None:
+                    raise ValueError(f"it {problem}")
+                status = os.stat(file)
+                _check_content(file, name, status.st_size, status.st_mtime_ns)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
 
 
 def tensors_in(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -452,13 +393,11 @@ def tensors_in(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def weight_files(path: str) -> list[str]:
-    """Return the safetensors files that hold the weights of the directory `path`, as transformers chooses them.
-
-    One file of the usual name goes before an index, even if the index names others. Empty: there is neither.
+    """Return the safetensors files that hold the weights of the directory `path`, as transformers chooses them. One
+    file of the usual name goes before an index, even if the index names others. Empty: there is neither.
 
     Raises:
-        OSError: the index cannot be read.
-        ValueError: it is no index, or names a file outside of its directory.
+        OSError, ValueError: see `_files_of_index`.
     """
     single, index = os.path.join(path, _SINGLE_FILE), os.path.join(path, _INDEX_IN_USE)
     if os.path.isfile(single):
@@ -467,11 +406,8 @@ def weight_files(path: str) -> list[str]:
 
 
 def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name.
-
-    Raises:
-        ValueError: a file cannot be used, or a tensor is in two files.
-    """
+    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name. ValueError:
+    a file cannot be used, or a tensor is in two files."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
         files = weight_files(path)
@@ -494,20 +430,12 @@ def _usable_tensors(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def check_one_reading(path: str, key: str) -> None:
-    """Refuse a directory in which vLLM would read a weight from another file than transformers.
-
-    vLLM reads the files of the index, and without an index all safetensors files.
-
-    Args:
-        key: names the directory in messages.
-
-    Raises:
-        UserError: see above; or a file cannot be used.
-    """
+    """Raise a `UserError` if vLLM would read a weight in `path`, which messages call `key`, from another file than
+    transformers. vLLM reads the files of the index, and without an index all safetensors files."""
     try:
         own = weight_shapes(path)
-        index = os.path.join(path, _INDEX_IN_USE)
-        others = _files_of_index(index) if os.path.isfile(index) else _safetensors(path)
+        index, every = os.path.join(path, _INDEX_IN_USE), os.path.join(glob.escape(path), "*.safetensors")
+        others = _files_of_index(index) if os.path.isfile(index) else glob.glob(every)
         for file in sorted(set(others) - {file for file, _ in own.values()}):
             if twice := own.keys() & _usable_tensors(file).keys():
                 name = min(twice)
@@ -519,12 +447,15 @@ def check_one_reading(path: str, key: str) -> None:
         raise UserError(f"{key}={path}: {error}") from error
 
 
-def _safetensors(path: str) -> list[str]:
-    return sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
-
-
 def _files_of_index(index: str) -> list[str]:
-    return [os.path.join(os.path.dirname(index), file) for file in sorted(set(files_in_index(index).values()))]
+    """Return the files that an index names, sorted. OSError: it cannot be read. ValueError: it is no index, or names a
+    file outside of its directory."""
+    with open_regular(index) as opened:
+        files = sorted(set(parse_object(opened.read(), {"weight_map": {str: str}})["weight_map"].values()))
+    for file in files:
+        if os.path.isabs(file) or ".." in file.split("/") or not file.isprintable():
+            raise ValueError(f"it names the file {one_line(repr(file))}, which is not in its directory")
+    return [os.path.join(os.path.dirname(index), file) for file in files]
 
 
 def quantised_tensor(path: str) -> str | None:
@@ -541,37 +472,8 @@ def quantised_tensor(path: str) -> str | None:
     return None
 
 
-def files_in_index(index: str) -> dict[str, str]:
-    """Return the file of each tensor that an index names.
-
-    Raises:
-        OSError: the index cannot be read, or is no regular file.
-        ValueError: it is no index, or names a file outside of its directory.
-    """
-    with open_regular(index) as opened:
-        files: dict[str, str] = parse_object(opened.read(), {"weight_map": {str: str}})["weight_map"]
-    for file in set(files.values()):
-        if os.path.isabs(file) or ".." in file.split("/") or not file.isprintable():
-            raise ValueError(f"it names the file {one_line(repr(file))}, which is not in its directory")
-    return files
-
-
-def _check_once(path: str, name: str, key: str) -> None:
-    file = os.path.join(path, name)
-    try:
-        if (problem := file_problem(file)) is not None:
-            raise ValueError(f"it {problem}")
-        status = os.stat(file)
-        stamp = (os.path.realpath(file), status.st_size, status.st_mtime_ns)
-        if stamp in _checked:
-            return
-        _check_content(file, name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}={path}: its {name} cannot be used ({one_line(str(error))})") from error
-    _checked.add(stamp)
-
-
-def _check_content(file: str, name: str) -> None:
+@functools.cache
+def _check_content(file: str, name: str, size: int, written: int) -> None:
     with open_regular(file) as opened:
         if opened.read(len(_START_OF_POINTER)) == _START_OF_POINTER:
             raise ValueError("it is a pointer of Git LFS, not the file itself; run `git lfs pull` in that directory")
@@ -579,11 +481,11 @@ def _check_content(file: str, name: str) -> None:
         with open_regular(file) as opened:
             parse_object(opened.read())
     elif name.endswith(".index.json"):
-        shards = {os.path.join(os.path.dirname(file), shard) for shard in files_in_index(file).values()}
+        shards = _files_of_index(file)
         # Downloads often leave out weights in a second format, but not their index.
         if name != _INDEX_IN_USE and not any(map(os.path.lexists, shards)):
             return
-        for shard in sorted(shards):
+        for shard in shards:
             if (problem := file_problem(shard)) is not None:
                 raise ValueError(f"it names {os.path.relpath(shard, os.path.dirname(file))}, which {problem}")
     elif name.endswith(".safetensors"):

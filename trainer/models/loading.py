@@ -47,11 +47,9 @@ from trainer.parallel.shard import param_dtype, shard_model, transformer_blocks
 class CriticModel(nn.Module):
     """Computes state values of sequences.
 
-    The backbone has the same attribute name as in the causal LM (usually `model`), so that its parameters have the same
-    names as in the safetensors files.
-
-    Args:
-        is_score: the value of a token is that of the state after it, as the score of a reward model; else before it.
+    The backbone has the name that it has in the causal LM (usually `model`), so that its parameters have the names of
+    the files. `is_score`: the value of a token is that of the state after it, as the score of a reward model; else
+    before it.
     """
 
     def __init__(self, backbone: nn.Module, prefix: str, is_score: bool = False):
@@ -66,14 +64,12 @@ class CriticModel(nn.Module):
         return getattr(self, self._prefix).config
 
     def forward(self, input_ids: Tensor, packing: Packing) -> Tensor:
-        """Return the values of the states of the B sequences of `packing`.
+        """Return the values `(B, T)` of the states of the B sequences of `packing`, T the longest one's length.
+
+        Entry t is the value of the state before token t, and 0 at t = 0; or the score of the state after token t.
 
         Args:
             input_ids: `(1, N)`.
-
-        Returns:
-            `(B, T)`, with T the length of the longest sequence. Entry t is the value of the state before token t, and 0
-            at t = 0; or the score of the state after token t.
         """
         arguments = packing_arguments(self.config, packing)
         ids = packing.shard(input_ids)
@@ -118,13 +114,8 @@ def load_model(
 def empty_causal_lm(
     model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
 ) -> tuple[nn.Module, str]:
-    """Return a causal LM on the meta device, with its adapters, before it is split; and the name of its backbone.
-
-    Args:
-        config: of the model.
-        sizes: sizes of the layout's axes.
-        pack: `trainer.pack`.
-    """
+    """Return a causal LM on the meta device, with its adapters, before it is split over axes of these sizes; and the
+    name of its backbone."""
     lm = _empty_lm(model, config, sizes, spec.path_key, pack)
     if not spec.trained:
         lm.requires_grad_(False)
@@ -168,10 +159,8 @@ def _empty_lm(
 
 
 def _keep_constants(lm: nn.Module) -> None:
-    """Turn the parameters that the class freezes, such as biases that select experts, into persistent buffers.
-
-    No role trains them, and they are small. A buffer is float32 in the forward pass, too: FSDP casts only parameters.
-    """
+    """Turn the parameters that the class freezes, such as biases that select experts, into persistent buffers. No role
+    trains them, and they are small. A buffer is float32 in the forward pass, too: FSDP casts only parameters."""
     for name, parameter in list(lm.named_parameters()):
         if not parameter.requires_grad:
             parent, _, leaf = name.rpartition(".")
@@ -181,11 +170,8 @@ def _keep_constants(lm: nn.Module) -> None:
 
 
 def _build(model: ModelConfig, config: PretrainedConfig, key: str) -> PreTrainedModel:
-    """Return the class of `config` on the meta device.
-
-    A class without torch's kernels (`sdpa`) is built with its own attention: then it either attends by
-    `packed_attention`, or has one sequence a row.
-    """
+    """Return the class of `config` on the meta device. One without torch's kernels (`sdpa`) has its own attention: then
+    it either attends by `packed_attention`, or has one sequence a row."""
 
     def build(implementation: str) -> PreTrainedModel:
         with init_empty_weights(include_buffers=False):
@@ -277,7 +263,12 @@ def _shard_and_fill(
     if set(names) <= set(found):
         tensors = module.state_dict()
         state = {file_name: tensors[name] for file_name, name in names.items()}
-        _check_shapes(f"{spec.path_key}={path}", state, {name: shape for name, (_, shape) in found.items()})
+        for name, tensor in state.items():
+            if (expected := tuple(tensor.shape)) != (shape := found[name][1]):
+                raise UserError(
+                    f"{spec.path_key}={path}: the weight {name} has the shape {list(shape)}, and config.json describes "
+                    f"{list(expected)}; the two belong to different models"
+                )
         reader = HuggingFaceStorageReader(path)
         reader.fs = _Files({file for file, _ in found.values()})
         dcp.load(state, storage_reader=reader)
@@ -287,11 +278,7 @@ def _shard_and_fill(
 
 
 def _owners(module: nn.Module, uncast: Collection[str], spec: RoleSpec) -> list[nn.Module]:
-    """Return the modules of these parameters, which the class keeps in float32.
-
-    Raises:
-        UserError: one of them has other parameters, too.
-    """
+    """Return the modules of these parameters, which the class keeps in float32, without others beside them."""
     owners = sorted({name.rpartition(".")[0] for name in uncast})
     for owner in owners:
         for name, _ in module.get_submodule(owner).named_parameters(owner):
@@ -304,11 +291,8 @@ def _owners(module: nn.Module, uncast: Collection[str], spec: RoleSpec) -> list[
 
 
 def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
-    """Return the names of the parameters and persistent buffers to load, by their names in the model's files.
-
-    Args:
-        has_score: the files have the head of a value model. Else it starts at 0.
-    """
+    """Return the names of the parameters and persistent buffers to load, by their names in the model's files. Without
+    `has_score`, the head of a value model is not there, and starts at 0."""
     tied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     tied -= {name for name, _ in module.named_parameters()}
     names = {}
@@ -324,8 +308,6 @@ def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
 
 
 class _Files(FileSystem):
-    """Lists these files in place of all in a directory."""
-
     def __init__(self, files: Collection[str]):
         self._files = sorted(files)
 
@@ -334,12 +316,8 @@ class _Files(FileSystem):
 
 
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:
-    """Load the model with transformers on rank 0, and scatter its weights.
-
-    Args:
-        key: names the path in messages.
-        names: the names in the module, by their names in the model's files.
-    """
+    """Load the model, which messages call `key`, with transformers on rank 0, and scatter its weights. `names` in the
+    module are by their names in the files."""
     full: dict[str, Any] = {}
     problem = [None]
     if dist.get_rank() == 0:
@@ -400,13 +378,4 @@ def _check_tied(module: nn.Module, tensors: Mapping[str, Tensor], path: str) -> 
             raise UserError(
                 f"{path}: its files have a {name} that differs from {other}, although its config.json ties the two; "
                 "set tie_word_embeddings to false there"
-            )
-
-
-def _check_shapes(named: str, state: Mapping[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    for name, tensor in state.items():
-        if (expected := tuple(tensor.shape)) != shapes[name]:
-            raise UserError(
-                f"{named}: the weight {name} has the shape {list(shapes[name])}, and config.json "
-                f"describes {list(expected)}; the two belong to different models"
             )

@@ -28,8 +28,6 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 @dataclass(frozen=True)
 class LayerAdapter:
-    """The adapter of one linear layer."""
-
     a: Tensor
     b: Tensor
     scale: float
@@ -62,18 +60,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def add_adapters(module: nn.Module, config: LoraConfig, section: str, heads: tuple[str, ...] = ()) -> None:
-    """Freeze `module` (on the meta device), except `heads`, and add adapters to its linear layers, in place.
-
-    Args:
-        section: config section of the adapters, for errors.
-        heads: prefixes of parameters that are trained without adapters.
-
-    Raises:
-        UserError: a name of `config.target_modules` does not belong to a linear layer.
-    """
+    """Freeze `module` (on the meta device), except parameters that begin with `heads`, and add adapters to its linear
+    layers. UserError: a name of `config.target_modules` does not belong to a linear layer. It names `section`."""
     from peft import inject_adapter_in_model
 
-    linear = _linear_layers(module)
+    layers = (one for block in transformer_blocks(module) for one in block.named_modules())
+    linear = {name.rpartition(".")[2] for name, layer in layers if isinstance(layer, nn.Linear)}
     if not linear:
         raise UserError(f"{section}.rank={config.rank}: the model's blocks have no linear layers for adapters")
     unknown = sorted(set(config.target_modules) - linear)
@@ -89,10 +81,8 @@ def add_adapters(module: nn.Module, config: LoraConfig, section: str, heads: tup
 
 
 def initialise_adapters(module: nn.Module, seed: int) -> None:
-    """Initialise A uniformly, as in a linear layer, and B with zeros.
-
-    The values of A depend only on (seed, name), so they are the same on any number of ranks.
-    """
+    """Initialise A uniformly, as in a linear layer, and B with zeros. The values of A depend only on (seed, name), so
+    they are the same on any number of ranks."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith(_B):
@@ -114,7 +104,7 @@ def hugging_face_name(name: str) -> str | None:
 
 
 def adapted_weight(name: str) -> str | None:
-    """Return the Hugging Face name of the weight whose adapter has `name` as its A, or None if `name` is not an A."""
+    """Return the Hugging Face name of the weight whose adapter has `name` as its A. None: it is no A."""
     return f"{name.removesuffix(_A)}.weight" if name.endswith(_A) else None
 
 
@@ -125,7 +115,6 @@ def adapter_parameters(weight: str) -> tuple[str, str]:
 
 
 def peft_name(parameter: str) -> str:
-    """Return the name of an adapter's parameter in peft's files."""
     return f"base_model.model.{parameter.replace('.default.', '.')}"
 
 
@@ -144,7 +133,6 @@ def adapters_of(module: nn.Module) -> dict[str, LayerAdapter]:
 
 @contextmanager
 def disabled_adapters(module: nn.Module) -> Iterator[None]:
-    """Disable the adapters of `module` while the block runs."""
     from peft.helpers import rescale_adapter_scale
 
     with rescale_adapter_scale(module, 0.0):
@@ -161,12 +149,7 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(config: LoraConfig, target_modules: list[str], base_model: str) -> str:
-    """Return the content of peft's `adapter_config.json`.
-
-    Args:
-        target_modules: names of the layers that have adapters.
-        base_model: directory or Hub id of the adapted weights.
-    """
+    """Return peft's `adapter_config.json` of adapters of layers with these names in the model `base_model`."""
     peft_config = _peft_config(config, target_modules)
     peft_config.base_model_name_or_path, peft_config.task_type = base_model, "CAUSAL_LM"
     peft_config.inference_mode = True
@@ -183,15 +166,6 @@ def _peft_config(config: LoraConfig, target_modules: list[str]):
     import peft
 
     return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=sorted(target_modules))
-
-
-def _linear_layers(module: nn.Module) -> set[str]:
-    return {
-        name.rpartition(".")[2]
-        for block in transformer_blocks(module)
-        for name, layer in block.named_modules()
-        if isinstance(layer, nn.Linear)
-    }
 
 
 def _is_adapter(name: str) -> bool:

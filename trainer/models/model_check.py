@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import glob
 import itertools
 import json
 import os
@@ -45,34 +46,29 @@ from trainer.parallel.shard import transformer_blocks
 
 _SMALL = 20_000_000
 """Parameters of first layers that are compared even if all are of one kind. It takes about half a second."""
-_LARGEST = 200_000_000
-"""Parameters of the most layers that are compared. They take about 5 s."""
-_LENGTHS = (17, 40)
-"""Tokens of the two rows. The second one is longer than a window up to `_WINDOW`."""
+_LARGEST = 200_000_000  # parameters of the most layers that are compared. They take about 5 s.
+_LENGTHS = (17, 40)  # tokens of the two rows. The second one is longer than a window up to `_WINDOW`.
 _WINDOW, _SHORT_WINDOW = 128, 24
-_TOKENS = 1024
-"""The vocabulary of the part of a model."""
+_TOKENS = 1024  # the vocabulary of the part of a model
 _OTHER_LAYERS = "the model, because its config.json counts layers in another way"
+_PLAIN: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
 
 
 @dataclass
 class Verdict:
-    """What the comparison of a model with its own class has found."""
-
-    problem: str | None = None
-    """What differs, and the key that trains the model rightly. None: nothing."""
+    problem: str | None = None  # what differs, and the key that trains the model rightly. None: nothing.
     not_compared: list[str] = field(default_factory=list)
 
 
 def keep_verdict(file: str, verdict: Verdict) -> None:
-    """Write `verdict` to `file`, if the directory can be written. Else the next start compares again."""
+    """Write `verdict` to `file`. If that cannot be written, the next start compares again."""
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(file), exist_ok=True)
         write_file(file, json.dumps(asdict(verdict), indent=1))
 
 
 def read_verdict(file: str) -> Verdict | None:
-    """Return the verdict that is kept in `file`. None: there is none."""
+    """Return the verdict in `file`. None: there is none."""
     try:
         with open(file, "rb") as stream:
             return Verdict(**json.loads(stream.read()))
@@ -83,7 +79,7 @@ def read_verdict(file: str) -> Verdict | None:
 def verdict_file(
     model: ModelConfig, path: str, sizes: Mapping[str, int], spec: RoleSpec, pack: bool, longest: int | None
 ) -> str:
-    """Return the name of the file of a verdict: a digest of what the verdict depends on."""
+    """Return the name of the file of a verdict: a digest of all that it depends on, and of our own code."""
     with os.scandir(path) as entries:
         files = [(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries if e.is_file()]
     parts = [
@@ -99,13 +95,11 @@ def verdict_file(
 
 @functools.cache
 def _code() -> str:
-    """Return a digest of the code that computes what models do."""
-    found = []
-    for package in ("models", "parallel"):
-        directory = os.path.join(os.path.dirname(trainer.__file__), package)
-        names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
-        found += [digest_file(os.path.join(directory, name)) for name in names]
-    return digest_bytes(" ".join(found).encode())
+    package = os.path.dirname(trainer.__file__)
+    files = [
+        file for room in ("models", "parallel") for file in sorted(glob.glob(f"{glob.escape(package)}/{room}/*.py"))
+    ]
+    return digest_bytes(" ".join(map(digest_file, files)).encode())
 
 
 def check_model(
@@ -118,13 +112,7 @@ def check_model(
     longest: int | None = None,
 ) -> Verdict:
     """Compare `module`, as `load_model` has loaded it, with its own class. A collective. Random states do not change.
-
-    Args:
-        pack, longest: as for `load_model`.
-
-    Raises:
-        UserError: they differ, and `model.check` is `refuse`.
-    """
+    UserError: they differ, and `model.check` is `refuse`."""
     file = verdict_file(model, path, layout.sizes, spec, pack, longest)
     verdict = _everywhere(lambda: read_verdict(file))
     if verdict is None:
@@ -142,10 +130,6 @@ def _everywhere(function: Callable[[], Any]) -> Any:
     found = [function() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]
-
-
-# ---------------------------------------------------------------------------------------------------
-# The comparison
 
 
 def _compare(
@@ -196,7 +180,6 @@ def _compare(
 
 
 def _ids_of(config: PretrainedConfig, longest: int | None) -> list[Tensor]:
-    """Return the ids `(T,)` of the rows."""
     text = config.get_text_config()
     window = _window(text) or 0
     most = min(one for one in (getattr(text, "max_position_embeddings", None), longest, 2 * _WINDOW) if one)
@@ -213,12 +196,8 @@ def _window(text: Any) -> int | None:
 
 @dataclass
 class Rows:
-    """What a model computes for the two rows."""
-
-    hidden: list[Tensor]
-    """`(T, H)`: the last hidden states. Empty if the class does not tell them."""
-    logprobs: list[Tensor]
-    """`(T - 1,)`: of each token but the first."""
+    hidden: list[Tensor]  # `(T, H)`: the last hidden states. Empty if the class does not tell them.
+    logprobs: list[Tensor]  # `(T - 1,)`: of each token but the first
 
 
 def _passes(module: nn.Module, ids: Sequence[Tensor]) -> list[Rows]:
@@ -258,11 +237,8 @@ def _recorded_hidden(model: nn.Module) -> Iterator[list[Tensor]]:
         if isinstance(getattr(output, "last_hidden_state", None), Tensor):
             states.append(output.last_hidden_state)
 
-    hook = model.base_model.register_forward_hook(add)
-    try:
+    with model.base_model.register_forward_hook(add):
         yield states
-    finally:
-        hook.remove()
 
 
 def _judge(passes: list[Rows], lm: PreTrainedModel, ids: Sequence[Tensor], module: nn.Module) -> str | None:
@@ -280,14 +256,11 @@ def _judge(passes: list[Rows], lm: PreTrainedModel, ids: Sequence[Tensor], modul
     pack = "set trainer.pack=false"
     key = pack if module.config._attn_implementation == PACKED else "set model.attn_implementation=eager"
     knows_hidden = bool(own.hidden and alone.hidden)
-    if (
-        is_packed
-        and differs(together, again)
-        and (sees := [differs(rows, alone) for rows in (together, again)]) != [True, True]
-    ):
-        when = "no gradients are computed" if sees[0] else "gradients are computed"
-        return f"the sequences of a packed row see each other where {when} ({size}); {pack}"
     if differs(together, again):
+        sees = [differs(rows, alone) for rows in (together, again)]
+        if is_packed and not all(sees):
+            when = "no gradients are computed" if sees[0] else "gradients are computed"
+            return f"the sequences of a packed row see each other where {when} ({size}); {pack}"
         return (
             "two passes of the same weights differ: its code draws random numbers, as dropout does, while it computes; "
             "set the rate to 0 in its config.json"
@@ -312,13 +285,8 @@ def _difference(rows: list[Tensor], others: list[Tensor], own: list[Tensor]) -> 
     return float((torch.cat(rows) - torch.cat(others)).abs().max()), limit
 
 
-# ---------------------------------------------------------------------------------------------------
-# The model's own class
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide transformers' bars and its remarks on what it loads."""
     logs = transformers.utils.logging
     level, has_bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -334,11 +302,8 @@ def _quiet() -> Iterator[None]:
 def _first_layers(
     model: ModelConfig, config: PretrainedConfig, module: nn.Module, path: str, spec: RoleSpec
 ) -> tuple[PreTrainedModel | None, list[str], list[str]]:
-    """Return the first layers of the model, the names in its files that nothing reads, and what is not compared.
-
-    Returns:
-        None if one layer is too large, or transformers does not build so few.
-    """
+    """Return the first layers of the model (None: they cannot be built or are too large), the names in its files that
+    nothing reads, and what is not compared."""
     text, blocks = config.get_text_config(), transformer_blocks(module)
     types = getattr(text, "layer_types", None) or [""] * len(blocks)
     if len(types) != len(blocks):
@@ -374,14 +339,7 @@ def _first_layers(
     try:
         with torch.device("meta"), no_init_weights():
             lm_class = type(AutoModelForCausalLM.from_config(part, trust_remote_code=model.trust_remote_code))
-        lm, report = lm_class.from_pretrained(
-            None,
-            config=part,
-            state_dict=tensors,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
+        lm, report = lm_class.from_pretrained(None, config=part, state_dict=tensors, output_loading_info=True, **_PLAIN)
         with torch.no_grad():
             lm.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     except Exception as error:  # the class needs more layers, or a larger vocabulary
@@ -414,18 +372,13 @@ def _first_tensors(path: str, count: int, vocabulary: int) -> dict[str, Tensor]:
 
 
 def _layer(name: str) -> int | None:
-    """Return the number of the layer that a weight belongs to, if its name has one."""
     number = re.search(r"\.(\d+)\.", name)
     return int(number[1]) if number else None
 
 
 def _split_unread(own: PreTrainedModel, names: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Say which weights of the files nothing reads.
-
-    Returns:
-        a sentence on one that belongs to a module of the model, such as the bias of a layer or a further layer; None:
-        there is none. Others are of modules that the class does not have, such as layers that predict more tokens.
-    """
+    """Return a sentence on a weight of the files that belongs to a module of the model and that nothing reads, such as
+    a bias or a further layer (None: there is none), and on those of modules that the class does not have."""
     modules = dict(own.named_modules())
     outer = {"", own.base_model_prefix}
     inside, outside = [], []
@@ -452,13 +405,10 @@ def _subject(model: ModelConfig, own: PreTrainedModel, spec: RoleSpec, pack: boo
 
 
 def _other_tensor(module: nn.Module, shapes: Mapping[str, torch.Size], own: PreTrainedModel | None) -> str | None:
-    """Return, on rank 0, a sentence on a weight or buffer that is not that of the files; None: there is none.
+    """Return, on rank 0, a sentence on a weight or buffer that is not that of `own`, the model as transformers has read
+    it (None on other ranks), whose tensors have these `shapes`. None: there is none.
 
     A collective: one tensor at a time is complete on each rank.
-
-    Args:
-        shapes: of the tensors of `own`.
-        own: the model as transformers has read it. None on other ranks.
     """
     persistent, tensors = module.state_dict(), own.state_dict() if own is not None else {}
     different = None
@@ -479,16 +429,7 @@ def _lost_in_export(own: PreTrainedModel) -> str | None:
     exported: dict[str, Tensor] = {}
     for unit in file_units(own, weights):
         exported |= unit.to_files({name: weights[name] for name in unit.names})
-    again = (
-        type(own)
-        .from_pretrained(
-            None,
-            config=copy.deepcopy(own.config),
-            state_dict=exported,
-            dtype=torch.float32,
-            attn_implementation="eager",
-        )
-        .state_dict()
-    )
+    read = type(own).from_pretrained(None, config=copy.deepcopy(own.config), state_dict=exported, **_PLAIN)
+    again = read.state_dict()
     lost = [name for name, tensor in weights.items() if name not in again or not torch.equal(again[name], tensor)]
     return f"its weight {lost[0]} does not come back from an export" if lost else None

@@ -21,10 +21,8 @@ from trainer.parallel.ac_and_compile import allow_graphs
 from trainer.parallel.collectives import AxisGroup
 from trainer.parallel.packing import Packing
 
-_NEVER = -80.0
-"""Log-prob of what has no probability, finite so that its part of a divergence is 0."""
-_LEAST_REST = 1e-6
-"""Probability of the tokens beyond the likeliest ones, below which rounding decides it."""
+_NEVER = -80.0  # log-prob of what has no probability, finite so that its part of a divergence is 0
+_LEAST_REST = 1e-6  # probability of the tokens beyond the likeliest ones, below which rounding decides it
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,10 @@ class Vocabulary:
 class OnlineSoftmax:
     """The sums over a slice of the logits `z` that the softmax of n tokens needs. All tensors are `(n,)`."""
 
-    maximum: Tensor
-    """The largest logits."""
-    total: Tensor
-    """Sums of `exp(z - maximum)`."""
-    dot: Tensor | None
-    """Sums of `exp(z - maximum) (z - maximum)`, for the entropy."""
-    of_targets: Tensor
-    """The logits of the targets. 0 where the target is in another slice."""
+    maximum: Tensor  # the largest logits
+    total: Tensor  # sums of `exp(z - maximum)`
+    dot: Tensor | None  # sums of `exp(z - maximum) (z - maximum)`, for the entropy
+    of_targets: Tensor  # the logits of the targets. 0 where the target is in another slice.
 
     @classmethod
     def of(cls, z: Tensor, of_targets: Tensor, with_dot: bool, compiled: bool = False) -> OnlineSoftmax:
@@ -101,12 +95,10 @@ class OnlineSoftmax:
 class Slopes:
     """What a loss needs of the log-probs and entropies of n tokens, for the gradient of their logits."""
 
-    normalizers: Tensor
-    """`(n,)`: the logarithms of the sums of `exp(z)` over the full vocabulary."""
+    normalizers: Tensor  # `(n,)`: the logarithms of the sums of `exp(z)` over the full vocabulary
     of_logprobs: Tensor
     """`(n,)`: the gradients of the log-probs, times minus the slope of the logits."""
-    entropies: Tensor | None
-    """`(n,)`. None: the entropies have no gradients."""
+    entropies: Tensor | None  # `(n,)`. None: the entropies have no gradients.
     of_entropies: Tensor | None
     """`(n,)`: the gradients of the entropies, times minus the slope of the logits."""
     inverse_bound: float | None
@@ -182,10 +174,8 @@ def _gradient(
 
 
 def _avoid_denormals(z: Tensor) -> None:
-    """Clamp logarithms in place, so that their exponentials are normal numbers.
-
-    CPUs take thirty times as long for `exp` if the result is a denormal number.
-    """
+    """Clamp logarithms in place, so that their exponentials are normal numbers. CPUs take thirty times as long for
+    `exp` if the result is a denormal number."""
     if not z.is_cuda:
         z.clamp_(min=_least(z.dtype))
 
@@ -243,10 +233,8 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 class LikeliestTokens:
     """What a teacher on a server says of its distributions at n targets."""
 
-    ids: Tensor
-    """`(n, k)`: its likeliest tokens."""
-    logprobs: Tensor
-    """`(n, k)`, at temperature 1."""
+    ids: Tensor  # `(n, k)`: its likeliest tokens
+    logprobs: Tensor  # `(n, k)`, at temperature 1
     settings: TeacherConfig
 
     def select(self, chosen: Tensor | slice) -> LikeliestTokens:

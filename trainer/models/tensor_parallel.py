@@ -23,12 +23,7 @@ from trainer.parallel.collectives import AxisGroup
 
 
 def apply_tp(module: nn.Module, backbone: str, mesh: DeviceMesh) -> None:
-    """Split the parameters of `module`, which may be on the meta device, over the axis `tp`, in place.
-
-    Args:
-        backbone: name of the submodule of `module` to which the plan applies.
-        mesh: the axis `tp`.
-    """
+    """Split the parameters of `module` over the axis `tp`, in place, by the plan of its submodule `backbone`."""
     base = module.get_submodule(backbone)
     plan = base.config.get_text_config().base_model_tp_plan
     # torch warns that it gathers tensors along one axis after the other.
@@ -72,8 +67,6 @@ def _style(name: str, child: nn.Module, plan: dict[str, str], size: int) -> Para
 
 
 class _Stored(ParallelStyle):
-    """Store the parameters of a module with a placement."""
-
     def __init__(self, placement: Placement):
         super().__init__()
         self.placement = placement
@@ -86,11 +79,7 @@ class _Stored(ParallelStyle):
 
 
 class _Replicated(_Stored):
-    """All ranks have the full parameters. Their results are either equal or parts of a sum.
-
-    Args:
-        gradients: placement of the gradients. `Partial`: the gradients of the ranks are summed.
-    """
+    """All ranks have the full parameters. Their results are equal, or (`gradients` is `Partial`) parts of a sum."""
 
     def __init__(self, gradients: Placement):
         super().__init__(Replicate())
@@ -109,8 +98,6 @@ class _Replicated(_Stored):
 
 
 class _Vocabulary(_Stored):
-    """Each rank has the embeddings of a slice of the vocabulary."""
-
     def __init__(self) -> None:
         super().__init__(Shard(0))
 
@@ -136,11 +123,7 @@ class _Vocabulary(_Stored):
 
 @contextmanager
 def _local_parameters(module: nn.Module, gradients: Placement) -> Iterator[None]:
-    """Replace the module's parameters by their local tensors while the block runs.
-
-    Args:
-        gradients: placement of the local tensors' gradients.
-    """
+    """Replace the module's parameters by their local tensors, whose gradients have this placement, in the block."""
     split = dict(module._parameters)
     try:
         for name, parameter in split.items():

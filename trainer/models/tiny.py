@@ -24,8 +24,6 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyShape:
-    """The shape of a built-in model, and the seed of its weights."""
-
     hidden_size: int = 128
     intermediate_size: int = 384
     num_layers: int = 2
@@ -47,10 +45,8 @@ class TinyShape:
 
 
 def build_tiny(shape: TinyShape, path: str) -> None:
-    """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer.
-
-    The weights depend only on `shape`. The caller's random state does not change.
-    """
+    """Write a Hugging Face directory with a randomly initialised Qwen3 in float32 and its tokenizer. The weights depend
+    only on `shape`. The caller's random state does not change."""
     tokenizer = _byte_tokenizer(shape.max_position_embeddings)
     qwen3 = tiny_config(shape, tokenizer)
     special = {name: getattr(qwen3, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -63,7 +59,6 @@ def build_tiny(shape: TinyShape, path: str) -> None:
 
 
 def tiny_config(shape: TinyShape, tokenizer: PreTrainedTokenizerFast | None = None) -> Qwen3Config:
-    """Return the architecture of the built-in model."""
     tokenizer = tokenizer or _byte_tokenizer(shape.max_position_embeddings)
     return Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,  # a multiple of 64 suits matrix kernels and sharding

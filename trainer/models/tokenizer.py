@@ -75,9 +75,6 @@ def _template_stops(tokenizer: PreTrainedTokenizerBase, template: str) -> list[i
     After a text it is the first token, if that is an added one: some templates write an end of text, too. After a call
     of a tool it is the last special token, because tokens of the format precede it. In earlier turns some templates
     write another token, which does not end a reply (gpt-oss).
-
-    Args:
-        template: that of the tokenizer.
     """
     added, found = tokenizer.added_tokens_decoder, []
     for reply in _REPLIES:
@@ -103,15 +100,12 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of the model in the directory `path`, with an end token, a pad token and a template whose date
+    is fixed. See `tokenizer_changes`.
 
     Args:
-        path: the model's directory.
         chat_template: a Jinja file that replaces the tokenizer's template, or the name of one of its templates.
         chat_template_kwargs: variables to set at the beginning of the template. They are saved with it.
-
-    Returns:
-        a tokenizer with an end token, a pad token and a template whose date is fixed. See `tokenizer_changes`.
 
     Raises:
         UserError: there is no tokenizer, chat template or end token; or there are several templates and no default.
@@ -160,11 +154,7 @@ def load_tokenizer(
 
 
 def token_table(path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
-    """Return the ids of the tokens of a model, by their texts. None: its directory has no tokenizer.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """Return the ids of the tokens of a model, by their texts. None: its directory has no tokenizer."""
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, file)) for file in files):
         return None
@@ -175,21 +165,14 @@ def token_table(path: str, trust_remote_code: bool = False) -> dict[str, int] | 
 
 
 def tokenizer_changes(tokenizer: Any) -> Mapping[str, Any]:
-    """Return what a loaded tokenizer has and its files do not: `chat_template` and `pad_token`, if they differ.
-
-    The fixed date is not among them: it holds for the run, and not for those who use what the run has trained.
-    """
+    """Return what a loaded tokenizer has and its files do not: `chat_template` and `pad_token`, if they differ. The
+    fixed date is not among them: it holds for the run, and not for those who use what the run has trained."""
     return getattr(tokenizer, _CHANGES, {})
 
 
 def _prepared(template: Any, path: str, variables: Mapping[str, Any], has_fixed_date: bool = True) -> Any:
-    """Return a chat template with a fixed date and variables; of several ones, each.
-
-    transformers chooses among several: `tool_use` where there are tools, or else `default`.
-
-    Raises:
-        UserError: none of several ones is the default.
-    """
+    """Return a chat template with a fixed date and variables; of several ones, each. transformers chooses among
+    several: `tool_use` where there are tools, or else `default`, which must be there."""
     if isinstance(template, dict):
         if "default" not in template:
             names = ", ".join(sorted(template))

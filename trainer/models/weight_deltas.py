@@ -25,8 +25,6 @@ _CHUNK = 256 * STRIDE  # elements that are compared at a time: they stay in the 
 
 
 class Change(NamedTuple):
-    """What turns one version of a block into another one."""
-
     count: int
     """Number of elements that are sent. -1: the whole block, because a difference would not be smaller."""
     distances: np.ndarray
@@ -36,7 +34,6 @@ class Change(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of what is sent."""
         return self.distances.nbytes + self.values.nbytes
 
 
@@ -101,12 +98,10 @@ def _sum_on_device(tensor: Tensor) -> int:
 
 
 def digest_of(bits: np.ndarray) -> str:
-    """Return xxh3 (64 bits) of a block in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(bits)
 
 
 def whole(new: np.ndarray) -> Change:
-    """Return the change that sends all of a block `(n,)`."""
     return Change(-1, np.empty(0, np.uint8), new)
 
 
@@ -128,15 +123,8 @@ def difference(base: np.ndarray, new: np.ndarray) -> Change:
 
 
 def apply_change(block: np.ndarray, change: Change, digest: str) -> None:
-    """Overwrite the elements of `block` `(n,)`, in place.
-
-    Args:
-        digest: `digest_of` the result.
-
-    Raises:
-        ValueError: the result is another one: the block was not the base of the change, or was damaged. It is neither
-            of the two versions now.
-    """
+    """Overwrite the elements of `block` `(n,)`, in place. The result must have `digest`. ValueError: it has another
+    one: the block was not the base of the change, or was damaged. It is neither version now."""
     last = 0
     for start in range(0, change.count, _CHUNK):
         places = np.cumsum(change.distances[start : start + _CHUNK], dtype=np.int64)

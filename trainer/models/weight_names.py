@@ -32,13 +32,9 @@ _ATTRIBUTE = "_trainer_file_format"
 
 
 class _FileFormat(NamedTuple):
-    """How the files of a model differ from its module."""
-
     conversions: list[WeightTransform]
-    float32: re.Pattern[str] | None
-    """Matches names of weights that no file holds in 16 bits."""
-    not_float16: re.Pattern[str] | None
-    """Matches names of weights that no file holds as float16."""
+    float32: re.Pattern[str] | None  # matches names of weights that no file holds in 16 bits
+    not_float16: re.Pattern[str] | None  # matches names of weights that no file holds as float16
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +67,7 @@ class FileUnit:
         return is_split and all(isinstance(other, Chunk) and other.dim > 0 for other in others)
 
     def to_files(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the files, by name.
-
-        Args:
-            weights: complete weights, by `names`.
-        """
+        """Return the tensors of the files, by name, from the complete `weights`, by `names`."""
         if self.converter is None:
             (name,) = self.names
             return {self.first: weights[name]}
@@ -84,12 +76,8 @@ class FileUnit:
         return _tensors(self.converter.convert(self.first, config=self.config))
 
     def rows_to_files(self, rows: Tensor, first_row: int, shape: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the files of some rows of a unit `is_by_rows`. One row at a time is copied.
-
-        Args:
-            rows: the rows from `first_row` on.
-            shape: of the complete weight.
-        """
+        """Yield the tensors of the files of the rows from `first_row` on of a unit `is_by_rows`, whose complete weight
+        has this shape. One row at a time is copied."""
         (name,) = self.names
         file_names, count = list(self.to_files({name: torch.empty(tuple(shape), device="meta")})), tuple(shape)[0]
         for number, row in enumerate(rows.split(1), first_row):
@@ -97,11 +85,7 @@ class FileUnit:
             yield from zip(file_names[number::count], tensors, strict=True)
 
     def to_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights by `names`.
-
-        Args:
-            tensors: all that `to_files` returns.
-        """
+        """Return the weights by `names`, from all the tensors that `to_files` returns."""
         if self.converter is None:
             (name,) = self.names
             return {name: tensors[self.first]}
@@ -123,10 +107,8 @@ def keep_file_format(module: nn.Module, model: nn.Module) -> None:
 
 
 def _file_format(model: nn.Module) -> _FileFormat:
-    """Return the conversions that `save_pretrained` reverts if a model was built from a config.
-
-    A prefix of names is not among them: whether the files have it depends on the files.
-    """
+    """Return the conversions that `save_pretrained` reverts if a model was built from a config. A prefix of names is
+    not among them: whether the files have it depends on the files."""
     found = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
     names = (getattr(model, f"_keep_in_fp32_modules{suffix}", None) for suffix in ("_strict", ""))
     patterns = [build_glob_alternation(sorted(one))[0] if one else None for one in names]
@@ -134,10 +116,7 @@ def _file_format(model: nn.Module) -> _FileFormat:
 
 
 def empty_model(config: dict[str, Any]) -> nn.Module:
-    """Return the causal LM that a config.json describes, on the meta device.
-
-    An empty module if transformers has no such class. It converts no files of other classes.
-    """
+    """Return the causal LM of a config.json, on the meta device; an empty module if transformers has none."""
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return nn.Module()
@@ -154,11 +133,7 @@ def float32_weights(module: nn.Module) -> set[str]:
 
 
 def file_units(module: nn.Module, names: Iterable[str]) -> list[FileUnit]:
-    """Return the units of these weights of a model, in their order.
-
-    Args:
-        module: a model of transformers; or one that `keep_file_format` has prepared.
-    """
+    """Return the units of these weights of `module`, one of transformers or of `keep_file_format`, in their order."""
     form = getattr(module, _ATTRIBUTE, None) or _file_format(module)
     reverse = [conversion.reverse_transform() for conversion in reversed(form.conversions)]
     renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
@@ -179,11 +154,7 @@ def file_units(module: nn.Module, names: Iterable[str]) -> list[FileUnit]:
 
 
 def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of files whose floating-point tensors are `dtype`, without content.
-
-    Args:
-        weights: complete weights or shards, of which only shape and dtype are read.
-    """
+    """Return the tensors of files of this dtype, without content, from shapes and dtypes of weights or shards."""
     tensors: dict[str, Tensor] = {}
     for unit in units:
         empty = {}
@@ -197,11 +168,8 @@ def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor], dtype
 def whole_units(
     names_of: Mapping[FileUnit, Iterable[str]], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[FileUnit, dict[str, Tensor]]]:
-    """Yield each unit with its tensors, by their names, as soon as all of them have come.
-
-    Raises:
-        ValueError: no unit has such a tensor.
-    """
+    """Yield each unit with its tensors, by their names, as soon as all of them have come. ValueError: no unit has such
+    a tensor."""
     missing = {unit: set(names) for unit, names in names_of.items()}
     unit_of = {name: unit for unit, names in missing.items() for name in names}
     waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
@@ -214,14 +182,8 @@ def whole_units(
 
 
 def module_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `model` by their names in it.
-
-    Args:
-        tensors: pairs of a name and a tensor of the model's files.
-
-    Raises:
-        ValueError: the model has no such weight.
-    """
+    """Yield the weights of `model` by their names in it, from pairs of a name and a tensor of the model's files.
+    ValueError: the model has no such weight."""
     weights = model.state_dict()
     names_of = {unit: list(file_tensors([unit], weights, torch.float32)) for unit in file_units(model, weights)}
     for unit, whole in whole_units(names_of, tensors):
