@@ -16,27 +16,3 @@ from trainer.algorithms.correction import CORRECTIONS, LEVELS, correction_weight
 from trainer.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, sampled_reverse_kl
 from trainer.algorithms.losses import POLICY_LOSSES, importance_weighted_ce, value_loss
 from trainer.algorithms.registry import resolve
-
-__all__ = [
-    "ADVANTAGES",
-    "AGGREGATIONS",
-    "CORRECTIONS",
-    "KL_ESTIMATORS",
-    "LEVELS",
-    "POLICY_LOSSES",
-    "AdaptiveKL",
-    "FixedKL",
-    "MovingAverages",
-    "Totals",
-    "aggregate",
-    "correction_weights",
-    "importance_weighted_ce",
-    "informative_groups",
-    "kl_penalty",
-    "train_inference_mismatch",
-    "overlong_penalty",
-    "resolve",
-    "sampled_reverse_kl",
-    "shape_rewards",
-    "value_loss",
-]

@@ -197,11 +197,7 @@ def rae(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, player_baselines: T
 
 
 class MovingAverages:
-    """The moving averages of `rae`.
-
-    Args:
-        decay: d.
-    """
+    """The moving averages of `rae`, with d = `decay`."""
 
     def __init__(self, decay: float = 0.95):
         self.decay = decay
@@ -356,19 +352,11 @@ def _whiten(values: Tensor, mask: Tensor, eps: float) -> Tensor:
 
 
 ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "gae": gae,
-    "reward": reward,
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "rae": rae,
-    "maxrl": maxrl,
-    "opo": opo,
-    "grpo_passk": grpo_passk,
-    "reverse_kl": reverse_kl,
-    "zero": zero,
+    function.__name__: function
+    for function in (
+        *(gae, reward, grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline),
+        *(remax, rae, maxrl, opo, grpo_passk, reverse_kl, zero),
+    )
 }
 
 
@@ -397,8 +385,4 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     With a group baseline, a group of equal rewards has advantage 0 and no gradient.
     """
-    _, index = torch.unique(group_ids, return_inverse=True)
-    low = torch.full((int(index.max()) + 1,), torch.inf, dtype=rewards.dtype, device=rewards.device)
-    high = (-low).scatter_reduce(0, index, rewards, "amax")
-    low = low.scatter_reduce(0, index, rewards, "amin")
-    return (low != high)[index]
+    return ~_Groups(group_ids).is_constant(rewards)

@@ -28,12 +28,9 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 class Totals:
     """Denominators of a global mini-batch."""
 
-    tokens: float
-    """Number of completion tokens."""
-    sequences: float
-    """Number of sequences with at least one completion token."""
-    max_tokens: float
-    """The constant length L of `seq_mean_token_sum_norm`."""
+    tokens: float  # number of completion tokens
+    sequences: float  # number of sequences with at least one completion token
+    max_tokens: float  # the constant length L of `seq_mean_token_sum_norm`
 
     @classmethod
     def of(cls, mask: Tensor, max_tokens: float | None = None) -> Totals:

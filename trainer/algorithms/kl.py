@@ -28,15 +28,12 @@ def log_ratio(logprobs: Tensor, baseline: Tensor, mask: Tensor | None = None) ->
 
 
 def max_log_ratio(dtype: torch.dtype) -> float:
-    """Return the largest log-ratio to exponentiate: a quarter of the dtype's range, 22 (float32) or 177 (float64).
-
-    A gradient of that size can still be squared and summed into a norm. Every clipping range in use is far below e^22.
-    """
+    """Return the largest log-ratio to exponentiate: a quarter of the dtype's range, 22 (float32) or 177 (float64). A
+    gradient of that size can still be squared and summed into a norm. Every clipping range in use is far below e^22."""
     return math.log(torch.finfo(dtype).max) / 4
 
 
 def clamp_log_ratio(log_ratios: Tensor) -> Tensor:
-    """Return `log_ratios`, clamped to +-`max_log_ratio`."""
     largest = max_log_ratio(log_ratios.dtype)
     return log_ratios.clamp(-largest, largest)
 

@@ -257,10 +257,8 @@ def value_loss(
 
 
 def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `logprobs`, log r and `advantages`, in float32 or wider, and 0 where `mask` is 0.
-
-    The advantages have no gradient.
-    """
+    """Return `logprobs`, log r and `advantages`, in float32 or wider, and 0 where `mask` is 0. The advantages have no
+    gradient."""
     shapes = {tuple(tensor.shape) for tensor in (logprobs, old_logprobs, advantages, mask)}
     if len(shapes) > 1:
         raise ValueError(f"a policy loss needs four tensors of the same shape (B, T), not of {sorted(shapes)}")
@@ -300,12 +298,6 @@ def _highest(values: Tensor, fraction: float, mask: Tensor) -> Tensor:
 
 
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
-    "clip": clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "reinforce": reinforce,
-    "importance_weighted_ce": importance_weighted_ce,
+    function.__name__: function
+    for function in (clip, gspo, cispo, sapo, clip_cov, kl_cov, reinforce, importance_weighted_ce)
 }

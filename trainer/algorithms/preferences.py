@@ -16,8 +16,7 @@ class LogRatios:
 
     chosen: Tensor
     rejected: Tensor
-    chosen_tokens: Tensor
-    """Number of tokens of the chosen answers, at least 1."""
+    chosen_tokens: Tensor  # number of tokens of the chosen answers, at least 1
     rejected_tokens: Tensor
 
     @property
@@ -32,7 +31,6 @@ class LogRatios:
 
     @property
     def means(self) -> LogRatios:
-        """The means over the tokens."""
         chosen, rejected = self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
         return LogRatios(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 

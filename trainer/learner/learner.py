@@ -32,10 +32,8 @@ _INPUTS = ("input_ids", "mask", "lengths", "group_ids")
 
 
 class Learner:
-    """The models of a run, and what the driver does with them in a step, as the objective says.
-
-    Construction returns while the ranks start, and `begin_build` while they build the models; `build` waits for them.
-    """
+    """The models of a run, and what the driver does with them in a step, as the objective says. Construction returns
+    while the ranks start, and `begin_build` while they build the models; `build` waits for them."""
 
     def __init__(self, cfg: Config, cluster: Cluster, timer: Timer):
         self.cfg = cfg
@@ -55,11 +53,9 @@ class Learner:
 
     @property
     def kl(self) -> FixedKL | AdaptiveKL:
-        """The weight of the KL, whose state is saved."""
         return self.objective.kl
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what of the objective is saved."""
         averages = self.objective.averages
         of_players = {} if averages is None else {_PLAYER_BASELINES: averages.state_dict()}
         return {"kl_controller": self.kl.state_dict(), **of_players}
@@ -72,7 +68,6 @@ class Learner:
 
     @property
     def compares_completions(self) -> bool:
-        """Whether the objective compares the rows of a group."""
         return self.objective.compares_completions
 
     def begin_build(self, model_path: str) -> None:
@@ -152,17 +147,16 @@ class Learner:
         return first, self.objective.unit == GROUP
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
-        """Train the roles, the policy last, on a step's experience; returns the step's metrics.
-
-        Raises:
-            NonFiniteError: a loss or gradient norm is NaN or infinite; the weights are untouched.
-        """
+        """Train the roles, the policy last, on a step's experience; returns the step's metrics. NonFiniteError: a loss
+        or gradient norm is NaN or infinite; the weights are untouched."""
         failpoint("scored")
         objective, batch, metrics = self.objective, experience.batch, dict(experience.metrics)
         roles, logprobs, entropy = objective.updates(step), None, None
         mini_batches = objective.mini_batches(batch, step)
         if objective.reads_old_logprobs and "policy" in roles:
-            _check_old_logprobs(batch, mini_batches)
+            known = has_old_logprobs(batch)
+            if any(known[rows].any() != known[rows].all() for rows in mini_batches):
+                raise ValueError("some rows of a mini-batch have old log-probs, and others have none")
         tokens = sum(int(batch["lengths"][rows].sum()) for rows in mini_batches)
         self._epochs = tokens / int(batch["lengths"].sum())
         with self.timer("update"):
@@ -187,7 +181,6 @@ class Learner:
     def _token_scores(
         self, experience: Experience, logprobs: np.ndarray | None, entropy: np.ndarray | None
     ) -> list[TokenScores]:
-        """Return what was computed for the tokens of each sample."""
         batch = experience.batch
         arrays = self.objective.token_scores(batch, logprobs)
         computed = batch.get("sampled", batch["mask"]) > 0
@@ -202,10 +195,7 @@ class Learner:
 
     def held_out(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return the objective's loss and metrics of held-out episodes under the policy, by the names of its `loss`.
-
-        Raises:
-            NotImplementedError: the objective compares samples with the policy that sampled them.
-        """
+        NotImplementedError: the objective compares samples with the policy that sampled them."""
         objective, batch = self.objective, batch_of(episodes)
         if objective.reads_old_logprobs:
             raise NotImplementedError(f"{type(objective).__name__} has no loss of rows that nobody sampled")
@@ -227,10 +217,8 @@ class Learner:
         return scores[np.arange(len(samples)), [sample.scored_length - 1 for sample in samples]]
 
     def accuracy(self, samples: Sequence[Sample]) -> float:
-        """Return the share of samples whose tokens to train on are what greedy decoding would answer.
-
-        It would: if each token is the likeliest one after those before it, greedy decoding chooses them one by one.
-        """
+        """Return the share of samples whose tokens to train on are what greedy decoding would answer. It would: if each
+        token is the likeliest one after those before it, greedy decoding chooses them one by one."""
         batch = build_batch(samples)
         chosen = self.ranks.compute("policy", "is_likeliest", StoredBatch(self.cluster, batch)) > 0
         return float((chosen | (batch["mask"] == 0)).all(axis=1).mean())
@@ -241,21 +229,13 @@ class Learner:
         self.build(model_path)
 
     def close(self) -> None:
-        """End the ranks, and release their resources."""
         self._built = None
         self.ranks.release()
 
     def speed(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
-        """Return metrics of the speed of a step with this number of samples and tokens."""
         metrics = {"perf/tokens_per_s": tokens / seconds, "perf/samples_per_s": samples / seconds}
         if self.peak_flops is None:
             return metrics
         computed = tokens * (1 - self._shared)
         flops = model_flops(computed, *self.ranks.num_parameters, self._epochs, self._forward_passes)
         return {**metrics, "perf/mfu": flops / seconds / self.peak_flops}
-
-
-def _check_old_logprobs(batch: Batch, mini_batches: Sequence[np.ndarray]) -> None:
-    known = has_old_logprobs(batch)
-    if any(known[rows].any() != known[rows].all() for rows in mini_batches):
-        raise ValueError("some rows of a mini-batch have old log-probs, and others have none")

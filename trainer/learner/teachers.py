@@ -16,10 +16,8 @@ from trainer.parallel.batching import Batch
 
 
 class ServerTeachers:
-    """The teachers of a run that are on servers.
-
-    A server need not give the same bits twice, so the journal keeps what it says. A resumed step reads it there.
-    """
+    """The teachers of a run that are on servers. A server need not give the same bits twice, so the journal keeps what
+    it says. A resumed step reads it there."""
 
     def __init__(self, cfg: Config):
         self._specs = {spec.name: spec for spec in cfg.servers}
@@ -31,10 +29,8 @@ class ServerTeachers:
         return role in self._specs
 
     def compute(self, computation: Computation, batch: Batch, rows: np.ndarray, step: int) -> dict[str, np.ndarray]:
-        """Return what a teacher says of rows of a batch, by the names of the arrays, each `(n, T)` or `(n, T, k)`.
-
-        It is 0 where the mask is 0.
-        """
+        """Return what a teacher says of rows of a batch, by the names of the arrays, each `(n, T)` or `(n, T, k)`. It
+        is 0 where the mask is 0."""
         spec = self._specs[computation.role]
         top_k = spec.top_k if computation.output == "top_k" else 0
         masks = batch["mask"][rows] > 0
@@ -53,7 +49,6 @@ class ServerTeachers:
         return {f"{computation.name}_ids": ids, f"{computation.name}_logprobs": logprobs}
 
     def _recorded(self, spec: ServerSpec, sequences: Sequence[np.ndarray], top_k: int, step: int) -> list[Sample]:
-        """Return the answer for each sequence, as samples of one episode in the journal."""
         digest = xxhash.xxh3_128()
         for ids in sequences:
             digest.update(np.append(ids, -1).astype(np.int32).tobytes())

@@ -34,13 +34,10 @@ def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class RoleUpdate:
-    """The result of the update of a role on all its ranks."""
-
     metrics: dict[str, float]
     logprobs: np.ndarray | None
     """The old log-probs `(B, T)` that the ranks computed, 0 in rows that had some. None: they computed none."""
-    tokens: int
-    """Number of tokens that the ranks computed."""
+    tokens: int  # number of tokens that the ranks computed
     entropy: np.ndarray | None = None
     """If the rollouts of the step are kept: of the tokens `(B, T)`, 0 in rows that were not trained on. None: not
     computed."""
@@ -69,11 +66,7 @@ class StoredBatch:
         self._stored: dict[tuple[Limits, int], list[Any]] = {}
 
     def shares(self, indices: Sequence[int], limits: Limits) -> list[Any]:
-        """Return a reference to the share of each rank.
-
-        Args:
-            indices: of the shares that the ranks compute. Ranks of the same index get the same share.
-        """
+        """Return a reference to the share of each rank. Ranks of the same index in `indices` get the same share."""
         key = limits, max(indices) + 1
         if key not in self._stored:
             shares = divide(self._batch, self._mini_batches, *key, self._keeps_groups)
@@ -111,7 +104,6 @@ class TrainWorkers:
 
     @property
     def count(self) -> int:
-        """Number of ranks."""
         return len(self.policy)
 
     @property
@@ -177,18 +169,13 @@ class TrainWorkers:
         return self.policy.call_each("call", [(role, method, share, *args) for share in shares])
 
     def _limits(self, role: str) -> tuple[list[int], Limits]:
-        """Return which share each rank of a role computes, and what decides their micro-batches."""
         if role not in self._known_limits:
             answers = self.policy.call("call", role, "limits")
             self._known_limits[role] = [index for index, _ in answers], answers[0][1]
         return self._known_limits[role]
 
     def check_shared(self, dtype: str) -> None:
-        """Check that `share_weights` will have enough shared memory.
-
-        Raises:
-            UserError: there is too little shared memory.
-        """
+        """Raise a `UserError` if `share_weights` will have too little shared memory."""
         self.call_one("policy", "check_shared", dtype, self.cluster.object_store_bytes)
 
     def share_weights(self, dtype: str) -> tuple[str, int]:
@@ -202,29 +189,18 @@ class TrainWorkers:
         return directory, sum(parts)
 
     def drop_shared(self) -> None:
-        """Delete what `share_weights` wrote."""
         self.call_one("policy", "close_shared")
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
-        """Begin to write the roles that have a state of their own through `files` (a `StateFiles`).
-
-        What this returns, called on any thread, waits for it and returns the files of all ranks.
-        """
+        """Begin to write the roles that have a state of their own through `files` (a `StateFiles`). What this returns,
+        called on any thread, waits for it and returns the files of all ranks."""
         self.policy.call("begin_save", self.saved_roles, files)
         pending = self.policy.start_background("finish_save")
         return lambda: [entry for entries in pending.result() for entry in entries]
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
-        """Call `method` of a copy of `value` in these rank processes (None: in all), while they do other things.
-
-        Any thread may ask.
-
-        Returns:
-            the answers by the number of the process.
-
-        Raises:
-            OSError: the ranks have ended.
-        """
+        """Call `method` of a copy of `value` in these rank processes (None: in all), while they do other things; return
+        the answers by the number of the process. Any thread may ask. OSError: the ranks have ended."""
         if self._group is None:
             raise OSError("the ranks have ended")
         workers = [i for i in range(len(self._group)) if numbers is None or i in numbers]
@@ -232,21 +208,12 @@ class TrainWorkers:
         return dict(zip(workers, calls.result(), strict=True))
 
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
-        """Restore the state of `role`.
-
-        Args:
-            steps_added: moves its learning rate schedule on by this many optimizer steps.
-        """
+        """Restore the state of `role`, and move its learning rate schedule on by `steps_added` optimizer steps."""
         moved = {"steps_added": steps_added} if steps_added else {}  # a reference has no schedule
         self.call(role, "load", files, kinds, **moved)
 
     def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
-        """Let every rank give unused GPU memory back.
-
-        Args:
-            needed: bytes that an engine will take of the GPU of a rank of the policy (see `Rank.release_memory`).
-            colocated: the ranks of the policy that share their GPU with an engine.
-        """
+        """Let every rank give unused GPU memory back (see `Rank.release_memory`)."""
         self.policy.call("release_memory", needed, tuple(colocated))
 
     def pop_stall_seconds(self) -> float:
@@ -258,7 +225,6 @@ class TrainWorkers:
         self.policy.call("start_profile", directory, self.policy.name.replace(" ", "_"))
 
     def stop_profile(self) -> None:
-        """End the profiles."""
         self.policy.call("stop_profile")
 
     def peak_flops(self) -> float | None:
@@ -278,7 +244,6 @@ class TrainWorkers:
         return dict.fromkeys(self.roles, 1.0) | {role: size / self.num_parameters[0] for role, size in others.items()}
 
     def size(self) -> str:
-        """Return how many parameters and ranks there are, for people."""
         total, trained = self.num_parameters
         adapters = f" ({trained:,} of them adapters)" if trained < total else ""
         return f"{total:,} parameters{adapters}, {self.count} rank(s)"
@@ -291,7 +256,6 @@ class TrainWorkers:
 
 
 def _assemble(parts: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, int]) -> np.ndarray:
-    """The ranks' rows put back in batch order, zero-padded."""
     out = np.zeros(shape, dtype=np.float32)
     for rows, values in parts:
         out[rows, : values.shape[1]] = values

@@ -27,8 +27,7 @@ SOURCES = "sources"
 class Computation:
     """An array `(B, T)` that a role computes for the rows of a step, before the update."""
 
-    name: str
-    """Of the array in the batch, such as `ref_logprobs`."""
+    name: str  # of the array in the batch, such as `ref_logprobs`
     role: str
     output: str
     """`logprobs` or `values`; or `top_k` of a teacher on a server: `{name}_ids` and `{name}_logprobs` `(B, T, k)`."""
@@ -38,11 +37,8 @@ class Computation:
 
 @dataclass(frozen=True)
 class Experience:
-    """What the ranks train on in one step."""
-
     batch: Batch
-    metrics: dict[str, float]
-    """Of its rewards, lengths, log-probs and values."""
+    metrics: dict[str, float]  # of its rewards, lengths, log-probs and values
     sampled: np.ndarray | None = None
     """`(B, T)`, the masks of the samples. Those of `batch` may leave rows out. None: they do not."""
 
@@ -51,10 +47,8 @@ class Experience:
 class Outputs:
     """What a model computed for a micro-batch, each `(b, t)`; None: its head does not compute it."""
 
-    logprobs: Tensor | None = None
-    """Log-probs of the tokens where the mask is 1."""
-    entropy: Tensor | None = None
-    """Entropy of the distribution of each token (see `Objective.entropy`)."""
+    logprobs: Tensor | None = None  # log-probs of the tokens where the mask is 1
+    entropy: Tensor | None = None  # entropy of the distribution of each token (see `Objective.entropy`)
     values: Tensor | None = None
     divergence: Tensor | None = None
     """Divergence from the teacher at each token (see `Objective.divergence`)."""
@@ -73,8 +67,7 @@ class Objective:
 
     unit = ROW
     """What no split over ranks, micro-batches and mini-batches may divide: a `row`, or a `group` of rows."""
-    temperature = 1.0
-    """Log-probs are those of the softmax of logits divided by this."""
+    temperature = 1.0  # log-probs are those of the softmax of logits divided by this
     reads_old_logprobs = False
     """The loss of the policy reads `old_logprobs`. Where the batch has none, the first optimizer step of the policy
     takes the log-probs of its own forward pass, whose weights are still the old ones."""
@@ -101,10 +94,7 @@ class Objective:
 
     def check(self) -> None:
         """Check the functions and values of the config that this objective alone reads, before anything starts.
-
-        Raises:
-            UserError: names what the user must change.
-        """
+        UserError: names what the user must change."""
 
     # ---------------------------------------------------------------------------------------------------
     # On the driver
@@ -119,17 +109,13 @@ class Objective:
         return [Computation(*named, self._rows_of(source, batch)) for *named, source in roles if named[0]]
 
     def _rows_of(self, source: str, batch: Batch) -> np.ndarray | None:
-        """Return the rows of a source of `data.mix`. None: all rows."""
         if not source:
             return None
         return np.flatnonzero(batch[SOURCES] == sorted(self.cfg.data.mix).index(source))
 
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
-        """Return what the ranks train on.
-
-        Args:
-            batch: a row for each sample of the episodes (see `build_batch`), with the arrays of `computes`.
-        """
+        """Return what the ranks train on, from a row for each sample (see `build_batch`) with the arrays of
+        `computes`."""
         return Experience(batch, {})
 
     def updates(self, step: int) -> list[str]:
@@ -149,18 +135,13 @@ class Objective:
         """Return further metrics of a step, and adapt what follows the update.
 
         Args:
-            batch: what the ranks were trained on.
-            metrics: of the update.
+            batch, metrics: what the ranks were trained on, and what they have measured.
             logprobs: `(B, T)`, the old log-probs that the update computed itself (see `reads_old_logprobs`).
         """
         return {}
 
     def token_scores(self, batch: Batch, logprobs: np.ndarray | None) -> dict[str, np.ndarray]:
-        """Return what is kept with the rollouts of a step: fields of `TokenScores`, each `(B, T)`.
-
-        Args:
-            batch, logprobs: see `end_step`.
-        """
+        """Return what is kept with the rollouts of a step: fields of `TokenScores`, each `(B, T)` (see `end_step`)."""
         return {}
 
     def mini_batches(self, batch: Batch, step: int) -> list[np.ndarray]:
@@ -185,10 +166,7 @@ class Objective:
 
     def entropy(self, batch: Batch | MicroBatch) -> str | None:
         """Return whether the loss needs the entropy of the tokens: as a `value`, with its `gradient`, or None: not.
-
-        Args:
-            batch: its arrays are those of some rows, so only their names may decide.
-        """
+        Only the names of the arrays may decide, which may be those of some rows."""
         return None
 
     def loss(
@@ -219,7 +197,6 @@ _BUILT_IN = {
 
 
 def make_objective(cfg: Config) -> Objective:
-    """Return the objective of the config's task."""
     named = cfg.task.objective
     if not isinstance(named, str):
         return named(cfg)

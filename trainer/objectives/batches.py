@@ -11,10 +11,8 @@ from trainer.parallel.batching import Batch, stack_padded
 
 
 def batch_of(episodes: Sequence[Episode], step: int = 0) -> Batch:
-    """Return the samples of episodes as arrays, in the order of the episodes (see `build_batch`).
-
-    A group is a prompt and a player. With several players, `prompt_ids` `(B,)` are equal for the groups of a prompt.
-    """
+    """Return the samples of episodes as arrays, in the order of the episodes (see `build_batch`). A group is a prompt
+    and a player. With several players, `prompt_ids` `(B,)` are equal for the groups of a prompt."""
     samples = [sample for episode in episodes for sample in episode.samples]
     groups = [(episode.group, sample.player) for episode in episodes for sample in episode.samples]
     batch = build_batch(samples, groups, step)
@@ -34,7 +32,6 @@ def conversations_of(episodes: Sequence[Episode]) -> tuple[list[Episode], list[S
 
 
 def _numbered(names: Sequence[Hashable]) -> np.ndarray:
-    """Return the number of each name, in the order in which they first come."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return np.asarray([numbers[name] for name in names], dtype=np.int64)
 
@@ -71,11 +68,8 @@ def build_batch(samples: Sequence[Sample], groups: Sequence[Hashable] | None = N
 
 
 def join_samples(batch: Batch, conversation_ids: np.ndarray) -> Batch:
-    """Return `batch` with one row for each conversation: the tokens of its samples, one sample after another.
-
-    Args:
-        conversation_ids: `(B,)`, the conversation of each row, ascending from 0.
-    """
+    """Return `batch` with one row for each conversation (`(B,)`, ascending from 0): its samples' tokens, one after
+    another."""
     slices = _columns(batch["lengths"], conversation_ids)
     lengths = np.bincount(conversation_ids, weights=batch["lengths"]).astype(np.int64)
     first = np.searchsorted(conversation_ids, np.arange(len(lengths)))
@@ -98,7 +92,6 @@ def split_samples(array: np.ndarray, batch: Batch, conversation_ids: np.ndarray)
 
 
 def _columns(lengths: np.ndarray, conversation_ids: np.ndarray) -> list[slice]:
-    """Return where each row lies in the row of its conversation."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     begins = starts[np.searchsorted(conversation_ids, conversation_ids)]  # of the first row of the same one

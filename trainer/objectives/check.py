@@ -46,8 +46,7 @@ from trainer.import_utils import (
 )
 
 _NOT_FOR_USERS = {"eps", "totals"}.union(*INPUTS.values())  # the caller passes them, or they are fixed
-_OF_THE_TRAINER = {"loss", "grad_norm", "lr"}
-"""Metrics of an update that no loss may name."""
+_OF_THE_TRAINER = {"loss", "grad_norm", "lr"}  # metrics of an update that no loss may name
 
 
 def check_functions(config: Config) -> None:
@@ -115,11 +114,7 @@ def _resolve(
 
 
 def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., Any]]) -> None:
-    """Refuse a key of the schema that is an option, if its function does not take it.
-
-    Args:
-        functions: the chosen functions, by the keys that choose them.
-    """
+    """Refuse a key of the schema that is an option, if the function that another key chooses does not take it."""
     for key, function in functions.items():
         taken = user_options(function)
         for name, value in named_options(algorithm, key).items():
@@ -214,16 +209,11 @@ def _check_amounts(config: Config, loss: Callable[..., Any]) -> None:
 
 
 def user_options(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the options of `function` that a config may set."""
     return [name for name in options_of(function) if name not in _NOT_FOR_USERS]
 
 
 def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
-    """Refuse older weights that neither a correction nor the loss corrects, unless the user switched that off.
-
-    Args:
-        owner: of the weights, for the error.
-    """
+    """Refuse older weights of `owner` that nothing corrects, unless the user switched the correction off."""
     a = config.algorithm
     if correction_of(config, is_stale=True) is None and not has_ratio(loss) and a.rollout_correction == AUTO:
         raise UserError(
@@ -233,11 +223,7 @@ def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
 
 
 def _try(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str, scores: Collection[str]) -> None:
-    """Call an advantage estimator or a policy loss on a small example, and check what it returns.
-
-    Args:
-        scores: arrays that roles of the run compute for it.
-    """
+    """Call an advantage estimator or a policy loss on a small example, and check what it returns."""
     rewards, mask, groups = torch.zeros(4, 3), torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
     rewards[[0, 2, 3], -1] = 1.0  # one group whose rewards differ, and one whose rewards are equal
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)

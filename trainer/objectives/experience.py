@@ -57,11 +57,8 @@ def add_advantages(
 
 
 def reward_tokens(batch: Batch, rewards: np.ndarray, algorithm: AlgorithmConfig, kl_coef: float) -> torch.Tensor:
-    """Return the reward of each token, `(B, T)`.
-
-    The reward `(B,)` is given at the last completion token; with `kl_in=reward` every token also pays
-    `kl_coef` times its KL to the reference.
-    """
+    """Return the reward of each token, `(B, T)`. The reward `(B,)` is given at the last completion token; with
+    `kl_in=reward` every token also pays `kl_coef` times its KL to the reference."""
     mask = torch.from_numpy(batch["mask"])
     token_rewards = torch.zeros_like(mask)
     positions = torch.arange(mask.shape[1])
@@ -119,10 +116,8 @@ def choose_learnable_rows(
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """Return 1 - Var(return - value) / Var(return).
-
-    If all returns are equal, the result is 1 for values with a constant error and 0 for others, as in scikit-learn.
-    """
+    """Return 1 - Var(return - value) / Var(return). If all returns are equal, the result is 1 for values with a
+    constant error and 0 for others, as in scikit-learn."""
     values, returns = values.astype(np.float64), returns.astype(np.float64)
     errors = returns - values
     if returns.var() <= 1e-12 * np.square(returns).mean():  # equal but for rounding
@@ -148,7 +143,6 @@ def correct_advantages(batch: Batch, algorithm: AlgorithmConfig, kind: str | Non
 
 
 def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> dict[str, float]:
-    """Return metrics of a rollout correction. The batch has the old log-probs of all rows."""
     _, bound = _correction_of(batch, algorithm, kind)
     return {"rollout_is/clip_frac": float(bound.sum()) / max(float(batch["mask"].sum()), 1.0)}
 
@@ -165,7 +159,6 @@ def correction_of_tokens(
     algorithm: AlgorithmConfig,
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `correction_weights` with the options of the config."""
     options = unprefixed(algorithm, CORRECTION_OPTIONS)
     return correction_weights(old_logprobs, rollout_logprobs, mask, kind=kind, **options)
 
@@ -177,12 +170,8 @@ def mask_rows(
     algorithm: AlgorithmConfig,
     learnable: np.ndarray | None = None,
 ) -> Batch:
-    """Return `batch` with `mask` 0 in the rows that are not to be learnt from.
-
-    Args:
-        status: of each row's episode.
-        learnable: `(B,)`, the rows that can be learnt from (see `choose_learnable_rows`). None: all rows.
-    """
+    """Return `batch` with `mask` 0 in the rows that are not to be learnt from, by the status of their episodes, and
+    (see `choose_learnable_rows`) `learnable` `(B,)`."""
     keep = np.ones(len(rewards), dtype=bool) if learnable is None else learnable.copy()
     if algorithm.run_option("filter_zero_variance") and keep.any():
         rows = np.flatnonzero(keep)
@@ -196,11 +185,7 @@ def mask_rows(
 def describe_rewards(
     batch: Batch, rewards: np.ndarray, status: Sequence[str], known: np.ndarray | None = None
 ) -> dict[str, float]:
-    """Return metrics of rewards and lengths (names in `trainer.metrics.names`).
-
-    Args:
-        known: `(B,)`, false where the reward failed. None: none failed. If all did, the rewards have no mean.
-    """
+    """Return metrics of rewards and lengths. `known` `(B,)` is false where the reward failed."""
     known = np.ones(len(rewards), dtype=bool) if known is None else known
     lengths = (batch["mask"] > 0).sum(axis=1)
     groups = range(int(batch["group_ids"].max()) + 1)
@@ -216,10 +201,8 @@ def describe_rewards(
 
 
 def logprob_mismatch(batch: Batch) -> dict[str, float]:
-    """Return metrics of the difference between the engine's and the trainer's log-probs; none without a token.
-
-    Tokens that another policy has sampled have no part in it.
-    """
+    """Return metrics of the difference between the engine's and the trainer's log-probs; none without a token. Tokens
+    that another policy has sampled have no part in it."""
     if "is_foreign" in batch:
         batch = {**batch, "mask": batch["mask"] * ~batch["is_foreign"][:, None]}
     mask = batch["mask"] > 0

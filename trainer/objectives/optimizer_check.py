@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config import Config, OptimizerConfig
 from trainer.errors import UserError
+from trainer.files.documents import is_number
 from trainer.import_utils import import_function
 
 KEY = "trainer.policy.optimizer"
 
 
-def _number(lowest: float, below: float = math.inf) -> Callable[[Any], str | None]:
-    words = f"must be a number, at least {lowest:g}" + (f" and below {below:g}" if below < math.inf else "")
-
-    def problem(value: Any) -> str | None:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if is_number and lowest <= value < below else words
-
-    return problem
-
-
-OPTIONS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
+OPTIONS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "adamw": {},
     "muon": {
-        "momentum": _number(0, 1),
-        "nesterov": lambda value: None if isinstance(value, bool) else "must be true or false",
-        "ns_steps": lambda value: None if type(value) is int and 1 <= value <= 100 else "must be from 1 to 100",
-        "adamw_lr": _number(0),
+        "momentum": (lambda v: is_number(v) and 0 <= v < 1, "must be a number, at least 0 and below 1"),
+        "nesterov": (lambda v: isinstance(v, bool), "must be true or false"),
+        "ns_steps": (lambda v: type(v) is int and 1 <= v <= 100, "must be from 1 to 100"),
+        "adamw_lr": (lambda v: is_number(v) and v >= 0, "must be a number, at least 0"),
     },
 }
-"""The built-in optimizers and their options, each with a function that returns what is wrong with a value."""
+"""The built-in optimizers and their options, each with the test of a value, and what is wrong with one that fails."""
 
 
 def check_optimizers(config: Config) -> None:
-    """Refuse an optimizer that does not exist, and options that it does not take.
-
-    Raises:
-        UserError: names the key.
-    """
+    """Raise a `UserError` for an optimizer that does not exist, and for options that it does not take."""
     for role in config.roles:
         if role.optimizer is not None:
             _check(role.optimizer)
@@ -56,7 +42,8 @@ def _check(config: OptimizerConfig) -> None:
         if name not in taken:
             has = f"the options are {', '.join(taken)}" if taken else "there is no option"
             raise UserError(f"{KEY}.options.{name}={value}: {config.name} has no such option; {has}")
-        if (problem := taken[name](value)) is not None:
+        is_valid, problem = taken[name]
+        if not is_valid(value):
             raise UserError(f"{KEY}.options.{name}={value}: {problem}")
 
 

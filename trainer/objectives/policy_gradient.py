@@ -187,10 +187,8 @@ class PolicyGradient(Objective):
         return "old_logprobs" in self.cfg.algorithm.reads  # every loss gets them, so only an estimator names them
 
     def _rows_to_score(self, batch: Batch, step: int) -> np.ndarray:
-        """Return the rows whose old log-probs must be known before the update.
-
-        The first optimizer step computes those of its rows itself, because its weights are the old ones.
-        """
+        """Return the rows whose old log-probs must be known before the update. The first optimizer step computes those
+        of its rows itself, because its weights are the old ones."""
         t, a = self.cfg.trainer, self.cfg.algorithm
         first = self.mini_batches(batch, step)[0]
         read_before = a.kl_in == "reward" and "reference" in self.roles
@@ -267,7 +265,6 @@ class PolicyGradient(Objective):
 
     @cached_property
     def _function(self) -> tuple[Callable[..., LossResult], dict[str, Any]]:
-        """The policy loss, and its options."""
         a = self.cfg.algorithm
         function = resolve(POLICY_LOSSES, a.policy_loss, "algorithm.policy_loss")
         return function, chosen_options(function, a, LOSS) | {"aggregation": aggregation_of(function, a)}

@@ -18,11 +18,8 @@ from trainer.parallel.batching import Batch, MicroBatch
 
 
 class PairTotals(NamedTuple):
-    """Denominators of a mini-batch."""
-
     pairs: int
-    chosen_tokens: int
-    """Tokens to learn of the chosen answers."""
+    chosen_tokens: int  # tokens to learn of the chosen answers
 
 
 class Pairs:
@@ -66,7 +63,6 @@ class Preference(Objective):
 
 
 def describe_pairs(chosen: Tensor, rejected: Tensor, pairs: int) -> dict[str, Tensor]:
-    """Return a micro-batch's shares of the metrics of rewards `(P,)`."""
     found = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

@@ -14,37 +14,23 @@ from trainer.config import FSDPConfig
 from trainer.parallel.axes import AXES
 
 _EXPENSIVE = {
-    f"{namespace}::{name}"
-    for namespace, names in {
-        "aten": (
-            "mm",
-            "addmm",
-            "_grouped_mm",
-            "_scaled_mm",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-        ),
-        "torch_attn": ("_varlen_attn",),
-        "trainer": ("packed_attention",),
-    }.items()
-    for name in names
+    *(f"aten::{name}" for name in ("mm", "addmm", "_grouped_mm", "_scaled_mm")),
+    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "torch_attn::_varlen_attn",
+    "trainer::packed_attention",
 }
 """Operators whose outputs `selective` keeps: matrix products and fused attention. Batched products (`bmm`) are not
 included: in attention without a fused kernel, the size of their output is quadratic in the length."""
 
 
-_MAX_GRAPHS = 64
-"""Largest number of graphs that torch compiles for one function."""
+_MAX_GRAPHS = 64  # largest number of graphs that torch compiles for one function
 
 
 def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, compiled: bool) -> None:
-    """Replace the `forward` of each block, in place, as the config requires. `compiled`: see `compiles_blocks`.
-
-    Call it before `fully_shard`, whose hooks stay outside the new `forward`. Names in the state dict do not change.
-    """
+    """Replace the `forward` of each block, in place, as the config requires. `compiled`: see `compiles_blocks`. Call it
+    before `fully_shard`, whose hooks stay outside the new `forward`. Names in the state dict do not change."""
     if compiled:
         allow_graphs()
     for block in blocks:
@@ -53,21 +39,13 @@ def prepare_blocks(blocks: Sequence[nn.Module], config: FSDPConfig, compiled: bo
 
 
 def allow_graphs() -> None:
-    """Let torch compile enough graphs of a function in this thread.
-
-    They differ by role, by whether gradients are computed, and by type of layer. Above the limit, torch would stop
-    compiling without an error.
-    """
+    """Let torch compile enough graphs of a function in this thread. They differ by role, by whether gradients are
+    computed, and by type of layer. Above the limit, torch would stop compiling without an error."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
 
 
 def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int], deterministic: bool) -> bool:
-    """Return whether blocks on `device` (`cpu` or `cuda`) are compiled.
-
-    Args:
-        sizes: sizes of the layout's axes.
-        deterministic: `trainer.deterministic`.
-    """
+    """Return whether blocks on `device` (`cpu` or `cuda`) are compiled, with these sizes of the layout's axes."""
     if config.compile is not None:
         return config.compile
     # What a kernel is compiled to depends on the sizes that a process has met first, which a resume changes.
@@ -76,7 +54,6 @@ def compiles_blocks(config: FSDPConfig, device: str, sizes: Mapping[str, int], d
 
 
 def recomputed(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """Return `forward` with the activation checkpointing of `FSDPConfig.activation_checkpointing`."""
     if mode == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False}

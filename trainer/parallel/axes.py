@@ -14,10 +14,8 @@ class Axis:
 
     key: str = ""
     """The key of its size in the section `trainer`. Empty: the ranks that the other axes leave."""
-    same_rows: bool = True
-    """Ranks along it compute the same rows of a batch."""
-    shards_weights: bool = False
-    """FSDP2 shards the weights along it."""
+    same_rows: bool = True  # ranks along it compute the same rows of a batch
+    shards_weights: bool = False  # FSDP2 shards the weights along it
     joins_blocks: bool = False
     """Ranks along it communicate inside a block. Then blocks are compiled only if the user says so."""
 

@@ -22,12 +22,10 @@ padded on the right while they travel; `lengths (B,)` counts their tokens withou
 class MicroBatch:
     """Rows of a batch on a device, packed for the model and padded for the loss."""
 
-    rows: list[int]
-    """The rows of the batch; empty: the micro-batch contributes nothing."""
+    rows: list[int]  # the rows of the batch; empty: the micro-batch contributes nothing
     input_ids: torch.Tensor
     """`(1, N)`: the rows' tokens, one row after another; tokens that rows share are there once."""
-    packing: Packing
-    """The boundaries of the rows in `input_ids`."""
+    packing: Packing  # the boundaries of the rows in `input_ids`
     arrays: dict[str, torch.Tensor]
     """The other arrays: `(b, t)` or `(b, t, k)` with t the longest row, or `(b,)`."""
 
@@ -44,12 +42,10 @@ class MicroBatch:
 class RankUpdate:
     """The result of the update of a role in one step, on one rank. It is here because the driver reads it, too."""
 
-    metrics: dict[str, float]
-    """Means over the mini-batches (see `TrainedWorker.update`)."""
+    metrics: dict[str, float]  # means over the mini-batches (see `TrainedWorker.update`)
     rows: np.ndarray
     """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the loss needed none."""
-    logprobs: np.ndarray
-    """`(n, T)`: the old log-probs of these rows, zero-padded."""
+    logprobs: np.ndarray  # `(n, T)`: the old log-probs of these rows, zero-padded
     tokens: int
     """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
     entropy: tuple[np.ndarray, np.ndarray] | None = None
@@ -58,11 +54,7 @@ class RankUpdate:
 
 
 def mini_batches(group_ids: np.ndarray, config: TrainerConfig, step: int) -> list[np.ndarray]:
-    """Return the rows of each mini-batch of a step: whole groups, in an order that is keyed by (step, epoch).
-
-    Args:
-        group_ids: `(B,)`.
-    """
+    """Return the rows of each mini-batch of a step: whole groups, in an order keyed by (step, epoch)."""
     _, group = np.unique(group_ids, return_inverse=True)
     count, size = int(group.max()) + 1, config.mini_batch_size
     chosen = []
@@ -73,10 +65,8 @@ def mini_batches(group_ids: np.ndarray, config: TrainerConfig, step: int) -> lis
 
 
 def count_shared_tokens(batch: Batch) -> np.ndarray:
-    """Return with how many tokens `(B,)` all rows of each row's group begin; 0 for a row that is alone.
-
-    A row has at least one token that it does not share.
-    """
+    """Return with how many tokens `(B,)` all rows of each row's group begin; 0 for a row that is alone. A row has at
+    least one token that it does not share."""
     shared = np.zeros(len(batch["lengths"]), np.int64)
     order = np.argsort(batch["group_ids"], kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(batch["group_ids"][order])) + 1):
@@ -94,14 +84,12 @@ def take_rows(
     cp: AxisGroup | None = None,
     shared: np.ndarray | None = None,
 ) -> MicroBatch:
-    """Return the micro-batch of these rows on `device`.
-
-    If `rows` is empty, take one row of the batch and set its float arrays, masks included, to zero.
+    """Return the micro-batch of these rows on `device`. Of no rows: one row whose float arrays, masks included, are
+    zero.
 
     Args:
         cp: the ranks that share the tokens of the micro-batch (see `Packing`).
-        shared: `(B,)`: see `count_shared_tokens`. Rows of a group that follow one another have these tokens once. None:
-            each row has all its tokens.
+        shared: `(B,)`: see `count_shared_tokens`. Rows of a group that follow one another have these tokens once.
     """
     picked = np.asarray(rows if len(rows) else [0])
     lengths = batch["lengths"][picked]
@@ -123,7 +111,6 @@ def take_rows(
 
 
 def select(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:
-    """Return the sub-batch of these rows."""
     return {name: array[rows] for name, array in batch.items()}
 
 

@@ -17,27 +17,21 @@ class AxisGroup:
     """The ranks along one axis, which compute one loss together."""
 
     group: dist.ProcessGroup
-    rank: int
-    """Index of this rank along the axis."""
+    rank: int  # index of this rank along the axis
     size: int
 
     @classmethod
     def along(cls, mesh: DeviceMesh) -> AxisGroup:
-        """Return the group of ranks of a mesh with one axis."""
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors of all ranks.
-
-        All ranks must compute the same with the sum, so the gradient of each tensor is the gradient of the sum.
-        """
+        """Return the sum of the tensors of all ranks. All ranks must compute the same with the sum, so the gradient of
+        each tensor is the gradient of the sum."""
         return _AllReduce.apply(tensor, self.group)
 
     def all_reduce_grad(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` unchanged. Its gradient is the sum of the gradients of all ranks.
-
-        Use it where the ranks compute different parts of a result from the same tensor.
-        """
+        """Return `tensor` unchanged. Its gradient is the sum of the gradients of all ranks. Use it where the ranks
+        compute different parts of a result from the same tensor."""
         return _AllReduceGrad.apply(tensor, self.group)
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
@@ -54,10 +48,8 @@ class AxisGroup:
 def divide_work(
     function: Callable[[int, Tensor], Tensor], tensors: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Return `function(i, tensors[i])`, each of the same shape and dtype as its tensor, on all ranks of `group`.
-
-    Rank i computes the i-th result while the others compute theirs. `tensors` is overwritten. A collective.
-    """
+    """Return `function(i, tensors[i])`, each of the same shape and dtype as its tensor, on all ranks of `group`. Rank i
+    computes the i-th result while the others compute theirs. `tensors` is overwritten. A collective."""
     rank = dist.get_rank(group)
     results = [(function(i, own) if i == rank else own).contiguous() for i, own in enumerate(tensors)]
     for i, result in enumerate(results):

@@ -21,33 +21,23 @@ micro-batch."""
 _MICRO_BATCH = 256
 """What one more micro-batch costs, with the collectives around each block, in units of a token without attention."""
 
-Plan = list[list[list[int]]]
-"""The rows of each rank's micro-batches: `plan[rank][i]`."""
+Plan = list[list[list[int]]]  # the rows of each rank's micro-batches: `plan[rank][i]`
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a batch, and what they cost.
+    """The rows of a batch, and what they cost. Rows of one group that are in the same micro-batch compute the tokens
+    that they share only once."""
 
-    Rows of one group that are in the same micro-batch compute the tokens that they share only once.
-    """
-
-    lengths: np.ndarray
-    """`(B,)`: tokens of each row."""
-    quadratic: float = 0.0
-    """A row of L tokens costs `L + quadratic L^2`."""
-    groups: np.ndarray | None = None
-    """`(B,)`: which rows share tokens. None: none do."""
-    shared: np.ndarray | None = None
-    """`(B,)`: with how many tokens all rows of the row's group begin."""
-    keeps_groups: bool = False
-    """No group is divided, however long its rows are."""
+    lengths: np.ndarray  # `(B,)`: tokens of each row
+    quadratic: float = 0.0  # a row of L tokens costs `L + quadratic L^2`
+    groups: np.ndarray | None = None  # `(B,)`: which rows share tokens. None: none do.
+    shared: np.ndarray | None = None  # `(B,)`: with how many tokens all rows of the row's group begin
+    keeps_groups: bool = False  # no group is divided, however long its rows are
 
     def prefix_groups(self) -> list[np.ndarray]:
-        """Return the rows that share tokens, the longest first, and each other row by itself.
-
-        If groups are kept, return the rows of each group.
-        """
+        """Return the rows that share tokens, the longest first, and each other row by itself. If groups are kept,
+        return the rows of each group."""
         longest_first = np.argsort(-self.lengths, kind="stable")
         if self.keeps_groups:
             assert self.groups is not None
@@ -137,7 +127,6 @@ def plan_micro_batches(rows: Rows, num_ranks: int, max_tokens: int) -> Plan:
 
 
 def _divide(group: np.ndarray, slices: int) -> list[np.ndarray]:
-    """Return a group as slices of similar length."""
     count = min(slices, len(group))
     return [group[i::count] for i in range(count)]
 
@@ -171,10 +160,8 @@ def plan_time(rows: Rows, plan: Plan) -> float:
 
 
 def _fill(order: np.ndarray, sizes: np.ndarray, costs: np.ndarray, count: int, limit: int) -> list[list[int]] | None:
-    """Distribute pieces over `count` micro-batches of similar cost, the longest first; None if they do not fit.
-
-    Each piece goes to the micro-batch that costs the least so far, among those that have the capacity.
-    """
+    """Distribute pieces over `count` micro-batches of similar cost, the longest first; None if they do not fit. Each
+    piece goes to the micro-batch that costs the least so far, among those that have the capacity."""
     batches: list[list[int]] = [[] for _ in range(count)]
     tokens, load = np.zeros(count, np.int64), np.zeros(count)
     for piece in order.tolist():
@@ -190,14 +177,9 @@ def _fill(order: np.ndarray, sizes: np.ndarray, costs: np.ndarray, count: int, l
 
 @dataclass(frozen=True)
 class Limits:
-    """What decides the micro-batches of a model."""
-
-    max_tokens: int
-    """The most tokens of a micro-batch. 1: one sequence."""
-    quadratic: float
-    """See `Rows`."""
-    shares_prompts: bool
-    """Rows of a group compute the tokens with which they all begin only once."""
+    max_tokens: int  # the most tokens of a micro-batch. 1: one sequence.
+    quadratic: float  # see `Rows`
+    shares_prompts: bool  # rows of a group compute the tokens with which they all begin only once
 
 
 @dataclass(frozen=True)
@@ -206,28 +188,21 @@ class MiniBatch:
 
     micro_batches: list[list[int]]
     """Rows of the share's arrays. All ranks have as many; an empty one contributes nothing."""
-    shared: np.ndarray | None
-    """`(n,)`: see `count_shared_tokens`. None: no rows share tokens."""
-    tokens: float
-    """Number of tokens to train on, of all ranks."""
-    has_old_logprobs: bool
-    """All rows of the mini-batch have old log-probs."""
+    shared: np.ndarray | None  # `(n,)`: see `count_shared_tokens`. None: no rows share tokens.
+    tokens: float  # number of tokens to train on, of all ranks
+    has_old_logprobs: bool  # all rows of the mini-batch have old log-probs
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one data-parallel rank gets of a batch."""
-
     batch: Batch
     """The arrays of its rows, at least of one; `(n, T)` with T the longest of them."""
-    rows: np.ndarray
-    """`(n,)`: their numbers in the whole batch."""
+    rows: np.ndarray  # `(n,)`: their numbers in the whole batch
     mini_batches: list[MiniBatch]
     """One for each mini-batch of a step, in order; a batch that is computed before the update is one."""
 
 
 def has_old_logprobs(batch: Batch) -> np.ndarray:
-    """Return which rows `(B,)` have old log-probs."""
     return batch.get("has_old_logprobs", np.full(len(batch["mask"]), "old_logprobs" in batch))
 
 
@@ -236,10 +211,8 @@ class _Planned:
     """A mini-batch as all ranks divide it."""
 
     rows: np.ndarray
-    plan: Plan
-    """Of indices of `rows`."""
-    shared: np.ndarray | None
-    """`(B,)`, of the whole batch."""
+    plan: Plan  # of indices of `rows`
+    shared: np.ndarray | None  # `(B,)`, of the whole batch
     tokens: float
     has_old_logprobs: bool
 

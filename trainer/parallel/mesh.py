@@ -25,11 +25,8 @@ from trainer.process.startup import importing
 
 
 def pick_device(device: str, engine: EngineSpec | None) -> str:
-    """Return `cuda` or `cpu` for the value of `trainer.device`.
-
-    Args:
-        engine: with `auto`, a GPU is not used if the installed build of this engine cannot use it. None: no
-            engine runs.
+    """Return `cuda` or `cpu` for the value of `trainer.device`. With `auto`, no GPU is used if the installed build of
+    this engine cannot use it.
 
     Raises:
         UserError: a torchvision is installed that was built for another torch. transformers and vLLM would import it.
@@ -43,10 +40,8 @@ def pick_device(device: str, engine: EngineSpec | None) -> str:
 
 
 def check_torchvision(is_needed: bool = False) -> None:
-    """Refuse a torchvision that was built for another torch: transformers and vLLM would import it.
-
-    The import takes seconds. So it is tried only if a model needs it, or if the labels of the two builds differ.
-    """
+    """Refuse a torchvision that was built for another torch: transformers and vLLM would import it. The import takes
+    seconds. So it is tried only if a model needs it, or if the labels of the two builds differ."""
     refusal = "torchvision: cannot be imported with this torch ({}); uninstall it with `pip uninstall torchvision`, or "
     own, _, build = version("torch").partition("+")
     for found in Distribution.discover(name="torchvision"):
@@ -63,12 +58,9 @@ _listening: dict[str, socket.socket] = {}
 
 
 def listen(host: str, port: int = 0) -> str:
-    """Reserve the port on which this process will host a store. Return its address, `host:port`.
+    """Reserve the port (0: a free one) on which this process will host a store. Return its address, `host:port`.
 
     torch alone would listen on all interfaces of the machine. This socket listens only on the interface of `host`.
-
-    Args:
-        port: TCP port. 0: a free port.
 
     Raises:
         OSError: the port is not available.
@@ -88,12 +80,8 @@ def listen(host: str, port: int = 0) -> str:
 
 
 def open_store(address: str, is_host: bool, world_size: int, timeout_s: float) -> dist.Store:
-    """Open the key-value store through which the ranks of a process group find each other.
-
-    Args:
-        address: `file:///path` for ranks on one machine (other users cannot reach a file store through a port), or
-            `host:port`, where the host listens (`listen` reserves a free port).
-    """
+    """Open the key-value store through which the ranks of a process group find each other: `file:///path` for ranks on
+    one machine (other users cannot reach it through a port), or `host:port`, where the host listens (see `listen`)."""
     if address.startswith("file://"):
         store = dist.FileStore(address.removeprefix("file://"), world_size)
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -102,21 +90,13 @@ def open_store(address: str, is_host: bool, world_size: int, timeout_s: float) -
     if is_host and address not in _listening:
         listen(host, int(port))
     reserved = {"master_listen_fd": _listening.pop(address).detach()} if is_host else {}
-    return dist.TCPStore(
-        host,
-        int(port),
-        is_master=is_host,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        **reserved,
-    )
+    options = {"wait_for_workers": False, "timeout": timedelta(seconds=timeout_s), **reserved}
+    return dist.TCPStore(host, int(port), is_master=is_host, **options)
 
 
 def init_process_group(rank: int, world_size: int, address: str, device: str, timeout_s: float) -> None:
-    """Join the process group of the ranks, whose store is at `address` (see `open_store`).
-
-    With CUDA, tensors in host memory (offloaded shards, small metrics) go over gloo and all others over NCCL.
-    """
+    """Join the process group of the ranks, whose store is at `address` (see `open_store`). With CUDA, tensors in host
+    memory (offloaded shards, small metrics) go over gloo and all others over NCCL."""
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=open_store(address, rank == 0, world_size, timeout_s),
@@ -127,7 +107,6 @@ def init_process_group(rank: int, world_size: int, address: str, device: str, ti
 
 
 def destroy_process_group() -> None:
-    """Leave the process group if this process belongs to one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -140,21 +119,16 @@ class SideGroup:
         self.rank = dist.get_rank(self.handle)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank. A collective."""
         values: list[Any] = [None] * dist.get_world_size(self.handle)
         dist.all_gather_object(values, value, group=self.handle)
         return values
 
 
 class Layout:
-    """The ranks of the process group as a mesh of `AXES`.
+    """The ranks of the process group as a mesh of `AXES`, with sizes as of `axis_sizes`.
 
     FSDP2 shards weights over `fsdp_mesh`: over `dp_shard` and `cp` together. `dp_replicate` holds copies of the shards.
     Each position along another axis, such as `tp`, has an `fsdp_mesh` of its own.
-
-    Args:
-        device: `cpu` or `cuda`.
-        sizes: of each axis (see `axis_sizes`). Their product is the number of ranks.
     """
 
     def __init__(self, device: str, sizes: Mapping[str, int]):
@@ -174,7 +148,6 @@ class Layout:
         self.cp = self._group("cp") if sizes["cp"] > 1 else None
 
     def _group(self, axis: str) -> AxisGroup:
-        """Return the ranks along an axis. A collective."""
         ranks = torch.arange(dist.get_world_size()).view([self.sizes[name] for name in AXES])
         lines = ranks.movedim(list(AXES).index(axis), -1).reshape(-1, self.sizes[axis])
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
@@ -188,26 +161,23 @@ class Layout:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank along the data-parallel axes."""
         return self.rank // self.ranks_per_dp_rank
 
     @property
     def ranks_per_dp_rank(self) -> int:
-        """Number of ranks that compute the same rows."""
         return math.prod(size for name, size in self.sizes.items() if AXES[name].same_rows)
 
     @property
     def is_main_rank(self) -> bool:
-        """Whether the driver uses the result of this rank where all ranks have the same result."""
+        """Whether the driver uses this rank's result where all have the same."""
         return self.rank == 0
 
     @property
     def is_first_of_dp_rank(self) -> bool:
-        """Whether the driver uses the result of this rank where all ranks with the same rows have the same result."""
+        """The same where all ranks with the same rows have the same result."""
         return self.rank % self.ranks_per_dp_rank == 0
 
     def describe(self) -> dict[str, object]:
-        """Return how weights are sharded, for the checkpoint."""
         return {
             "world_size": dist.get_world_size(),
             "dp_size": self.dp_size,
@@ -217,31 +187,26 @@ class Layout:
 
     def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
         """Return each value summed over the data-parallel ranks. A collective. All ranks must pass the same names.
-
-        Ranks that compute the same rows must pass the same values, which count once.
-        """
-        names = sorted(values)
-        total = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
-        if not self.is_first_of_dp_rank:
-            total.zero_()
-        dist.all_reduce(total)
-        return dict(zip(names, total.tolist(), strict=True))
+        Ranks that compute the same rows must pass the same values, which count once."""
+        own = values if self.is_first_of_dp_rank else dict.fromkeys(values, 0.0)
+        return _reduced(own, dist.ReduceOp.SUM)
 
     def max_over_data(self, values: dict[str, float]) -> dict[str, float]:
         """Return the largest of each value over all ranks. A collective. All ranks must pass the same names."""
-        names = sorted(values)
-        largest = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return dict(zip(names, largest.tolist(), strict=True))
+        return _reduced(values, dist.ReduceOp.MAX)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return a rank's share of a loss, scaled so that the gradients of all shares are summed.
-
-        FSDP2 averages gradients over its mesh.
-        """
+        """Return a rank's share of a loss, scaled so that gradients are summed: FSDP2 averages them over its mesh."""
         return loss * self.fsdp_mesh.size()
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], limit: float) -> float:
         """Clip the gradients to a global norm (0: do not clip), and return the norm before. A collective."""
         norm = nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else math.inf)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _reduced(values: dict[str, float], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    names = sorted(values)
+    numbers = torch.tensor([float(values[name]) for name in names], dtype=torch.float64)
+    dist.all_reduce(numbers, operation)
+    return dict(zip(names, numbers.tolist(), strict=True))

@@ -19,8 +19,6 @@ _SIMILAR = 0.75  # smallest ratio of the shortest to the longest sequence in any
 
 
 class _IndexSelect(torch.autograd.Function):
-    """See `index_select`."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
@@ -39,12 +37,8 @@ class _IndexSelect(torch.autograd.Function):
 
 
 def index_select(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return `rows[indices]`. Gradients are summed in float32; without `torch.compile`, always in the same order.
-
-    Args:
-        rows: `(N, ...)`.
-        indices: `(n,)`. An index may repeat.
-    """
+    """Return the rows `(N, ...)` with these indices `(n,)`, which may repeat. Gradients are summed in float32; without
+    `torch.compile`, always in the same order."""
     return _IndexSelect.apply(rows, indices)
 
 
@@ -52,14 +46,12 @@ def index_select(rows: Tensor, indices: Tensor) -> Tensor:
 class Bucket:
     """Neighbouring sequences of similar length, which attention computes together."""
 
-    lengths: tuple[int, ...]
-    """Number of tokens of each sequence after the shared prefix."""
+    lengths: tuple[int, ...]  # number of tokens of each sequence after the shared prefix
     prefix_length: int = 0
     """Number of tokens of the prefix that all sequences of the bucket share with their leader."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the bucket, without prefixes."""
         return sum(self.lengths)
 
     @property
@@ -73,7 +65,6 @@ class Bucket:
 
     @property
     def is_even(self) -> bool:
-        """Whether all sequences have the same length."""
         return min(self.lengths) == self.longest
 
 
@@ -89,10 +80,9 @@ class Packing:
 
     Args:
         lengths: number of tokens of each sequence, at least 1.
-        device: device of the tensors of this object.
         cp: the ranks among which the row is split into slices of equal size. None: this rank has all tokens.
-        prefix_lengths: number of tokens that each sequence shares with its leader, less than its length. 0 for
-            leaders. None: no sequence has a prefix.
+        prefix_lengths: number of tokens that each sequence shares with its leader, less than its length. 0 for leaders.
+            None: no sequence has a prefix.
     """
 
     def __init__(
@@ -171,10 +161,8 @@ class Packing:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Buckets of sequences of similar length.
-
-        Attention pads only within a bucket, so its cost is close to the sum of the squared lengths.
-        """
+        """Buckets of sequences of similar length. Attention pads only within a bucket, so its cost is close to the sum
+        of the squared lengths."""
         buckets: list[Bucket] = []
         group, common = [self.suffix_lengths[0]], (0, 0)
         low = high = self.suffix_lengths[0]
@@ -206,10 +194,8 @@ class Packing:
         return index_select(F.pad(values[0], (0, 1)), indices.flatten()).view(indices.shape)
 
     def rows_of_next(self, values: Tensor) -> Tensor:
-        """Return values `(1, N)`, each of which belongs to the next token, as padded rows `(B, longest)`.
-
-        Entry t of a row is the value at token t - 1 of the sequence. It is 0 at t = 0 and in the padding.
-        """
+        """Return values `(1, N)`, each of which belongs to the next token, as padded rows `(B, longest)`. Entry t of a
+        row is the value at token t - 1 of the sequence. It is 0 at t = 0 and in the padding."""
         indices = self.previous_indices
         return index_select(F.pad(values[0], (0, 1)), indices.flatten()).view(indices.shape)
 

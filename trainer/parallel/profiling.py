@@ -15,22 +15,16 @@ from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
-DIRECTORY = "profile"
-"""Directory below the run directory."""
+DIRECTORY = "profile"  # directory below the run directory
 _MOST_EVENTS = 100_000  # allocations in the history of a profiled step; each takes some KB in the file
 
 
 def step_directory(run_dir: str, step: int) -> str:
-    """Return the directory of the profiles of a step."""
     return os.path.join(run_dir, DIRECTORY, f"step_{step}")
 
 
 class TorchProfiler:
-    """Profiles what the thread that starts it does, with the kernels on its GPU.
-
-    Args:
-        device: `cuda` or `cpu`.
-    """
+    """Profiles what the thread that starts it does, with the kernels on its GPU."""
 
     def __init__(self, device: str):
         self._device = device
@@ -64,28 +58,19 @@ class TorchProfiler:
         running, self._profile = self._profile, None
         try:
             running.stop()
-            memory = torch.cuda.memory._snapshot() if self._device == "cuda" else None
+            with TRACER.span("write the profile", "profile"):
+                running.export_chrome_trace(self._path + ".json.gz")
+                if self._device == "cuda":
+                    memory = torch.cuda.memory._snapshot()
+                    with open(self._path + ".memory.pickle", "wb") as file:
+                        pickle.dump(memory, file)
         except (OSError, RuntimeError) as error:
             warn_not_written(self._path, error)
-        else:
-            _write(running, memory, self._path)
         if self._device == "cuda":
             _record(enabled=None)
 
 
-def _write(ended: profile, memory: Any, path: str) -> None:
-    try:
-        with TRACER.span("write the profile", "profile"):
-            ended.export_chrome_trace(path + ".json.gz")
-            if memory is not None:
-                with open(path + ".memory.pickle", "wb") as file:
-                    pickle.dump(memory, file)
-    except (OSError, RuntimeError) as error:
-        warn_not_written(path, error)
-
-
 def warn_not_written(path: str, error: Exception) -> None:
-    """Log that a profile is missing. It does not end the run."""
     LOG.warning("trainer.profile: %s is not written (%s)", path, one_line(str(error)))
 
 

@@ -24,18 +24,10 @@ def seed_rng(seed: int) -> None:
 
 
 def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
-    """Return the states of this process's random generators as byte tensors, which can be loaded without pickle.
-
-    Args:
-        with_gpu: include the generator of the current GPU, if there is one. Processes that use no GPU pass False,
-            because otherwise CUDA would start in them.
-    """
+    """Return the states of this process's random generators as byte tensors, which can be loaded without pickle. That
+    of the GPU is optional, because it would start CUDA in a process that uses no GPU."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
-    version, internal, gauss_next = random.getstate()
-    others = {
-        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
-        "python": [version, list(internal), gauss_next],
-    }
+    others = {"numpy": [name, keys.tolist(), position, has_gauss, gauss], "python": random.getstate()}
     text = np.frombuffer(json.dumps(others).ljust(_TEXT_BYTES).encode(), dtype=np.uint8)
     assert len(text) == _TEXT_BYTES, len(text)
     state = {"torch": torch.get_rng_state(), "others": torch.from_numpy(text.copy())}
@@ -45,11 +37,7 @@ def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor]) -> None:
-    """Restore the states that `capture_rng` returned.
-
-    Raises:
-        UserError: the states are corrupt.
-    """
+    """Restore the states that `capture_rng` returned. UserError: they are corrupt."""
     try:
         torch.set_rng_state(state["torch"].cpu())
         others = parse_json(bytes(state["others"].cpu().numpy()))
@@ -64,16 +52,11 @@ def restore_rng(state: dict[str, Tensor]) -> None:
 
 
 def rng_as_text(state: dict[str, Tensor]) -> dict[str, str]:
-    """Return the states of `capture_rng` as text, for JSON."""
     return {name: base64.b64encode(tensor.numpy()).decode() for name, tensor in state.items()}
 
 
 def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
-    """Return the states that `rng_as_text` has converted to text.
-
-    Raises:
-        UserError: the text is corrupt.
-    """
+    """Return the states that `rng_as_text` has converted to text. UserError: the text is corrupt."""
     try:
         data = {name: bytearray(base64.b64decode(text)) for name, text in texts.items()}
         return {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in data.items()}
@@ -82,13 +65,8 @@ def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
 
 
 def use_deterministic_kernels(warn_only: bool = False) -> None:
-    """Make this process use kernels whose results repeat.
-
-    cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG`, which must be set before CUDA starts (see `trainer.config.engines`).
-
-    Args:
-        warn_only: log a warning for an operator without such a kernel. False: the operator raises.
-    """
+    """Make this process use kernels whose results repeat. An operator without such a kernel raises, or warns. cuBLAS
+    also needs `CUBLAS_WORKSPACE_CONFIG`, which must be set before CUDA starts (see `trainer.config.engines`)."""
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # By default torch fills each new tensor. That takes time, and no tensor is read before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False

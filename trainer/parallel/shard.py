@@ -27,46 +27,30 @@ def shard_model(
     """Turn the parameters of `model` into DTensors over `mesh`, in place. Each block is an FSDP unit, the rest another.
 
     The model may be on the meta device. Parameters stay float32, because they are the optimizer's master weights. The
-    mixed-precision policy casts them for forward and backward.
-
-    Args:
-        trained_whole: all parameters are trained.
-        uncast: modules in the blocks whose parameters forward and backward read as they are. Each is a unit.
+    mixed-precision policy casts them for forward and backward, but for those of the modules `uncast`, each a unit.
     """
-    shards = mesh.size(mesh.ndim - 1)
-    options = {
-        "mesh": mesh,
-        "reshard_after_forward": frees_after_forward(config, mesh.device_type, shards, trained_whole),
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=param_dtype(config.param_dtype, mesh.device_type),
-            reduce_dtype=torch.float32,
-        ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if config.cpu_offload
-        else OffloadPolicy(),
-    }
-    blocks = transformer_blocks(model)
+    shards, device = mesh.size(mesh.ndim - 1), mesh.device_type
+    frees = frees_after_forward(config, device, shards, trained_whole)
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if config.cpu_offload else OffloadPolicy()
+    options = {"mesh": mesh, "reshard_after_forward": frees, "offload_policy": offload}
+    dtype = param_dtype(config.param_dtype, device)
+    cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     as_stored = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    blocks = transformer_blocks(model)
     for module in uncast:
-        fully_shard(module, **{**options, "mp_policy": as_stored})
-    for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    depth = prefetch_depth(mesh.device_type, shards)
-    if depth > 0:
+        fully_shard(module, mp_policy=as_stored, **options)
+    for module in (*blocks, model):
+        fully_shard(module, mp_policy=cast, **options)
+    if (depth := prefetch_depth(device, shards)) > 0:
         _prefetch(model, blocks, depth)
 
 
 def frees_after_forward(config: FSDPConfig, device: str, shards: int, trained_whole: bool) -> bool:
     """Return whether a block's gathered parameters are freed after its forward pass, and after each backward pass.
 
-    A rank that has all of a parameter has nothing to gather, but FSDP copies it. On a GPU that takes as long as the
-    products of a small model. The copies are small beside the optimizer's state, but as large as frozen weights.
-
-    Args:
-        device: `cpu` or `cuda`.
-        shards: number of ranks over which a parameter is sharded.
-        trained_whole: all parameters are trained.
+    A rank that has all of a parameter (one of `shards`) has nothing to gather, but FSDP copies it. On a GPU that takes
+    as long as the products of a small model. The copies are small beside the optimizer's state, but as large as frozen
+    weights.
     """
     if config.reshard_after_forward is not None:
         return config.reshard_after_forward
@@ -74,20 +58,13 @@ def frees_after_forward(config: FSDPConfig, device: str, shards: int, trained_wh
 
 
 def prefetch_depth(device: str, shards: int) -> int:
-    """Return how many blocks ahead of use FSDP gathers parameters. 0: torch decides.
-
-    Args:
-        device: `cpu` or `cuda`.
-        shards: number of ranks over which a parameter is sharded.
-    """
+    """Return how many blocks ahead of use FSDP gathers parameters of so many shards. 0: torch decides."""
     return 1 if device == "cuda" and shards > 1 else 0
 
 
 def _prefetch(model: nn.Module, blocks: list[nn.Module], depth: int) -> None:
-    """Let each FSDP unit prefetch the `depth` units that run after it, in the forward and the backward pass.
-
-    The unit of `model` itself (embeddings, output layer) runs around the blocks. It is gathered first in both passes.
-    """
+    """Let each FSDP unit prefetch the `depth` units that run after it, in the forward and the backward pass. The unit
+    of `model` itself (embeddings, output layer) runs around the blocks. It is gathered first in both passes."""
     forward, backward = [model, *blocks], [model, *reversed(blocks)]
     for i in range(len(forward)):
         forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + depth])
@@ -95,10 +72,7 @@ def _prefetch(model: nn.Module, blocks: list[nn.Module], depth: int) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard the parameters.
-
-    With `reshard_after_forward=False`, a forward pass without a backward pass leaves the parameters unsharded.
-    """
+    """Reshard the parameters, which a forward pass without a backward pass may have left unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

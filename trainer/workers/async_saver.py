@@ -49,11 +49,9 @@ class AsyncSaver:
         self._blocked = 0.0
 
     def memory(self, role: str) -> HostMemory:
-        """Return the host memory for copies of the state of `role`."""
         return self._memory.setdefault(role, HostMemory(self._gpu))
 
     def more_memory(self) -> HostMemory:
-        """Return host memory for copies of tensors that are not saved."""
         return HostMemory(self._gpu)
 
     def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
@@ -64,17 +62,14 @@ class AsyncSaver:
             extras: small files that rank 0 adds to each state, by name.
         """
         assert self._thread is None, "finish the save before beginning another"
-        memory = {name: self.memory(name) for name in states}  # made on this thread alone
         # On this thread, because offloaded tensors may be on their way back when the other begins.
-        held = {name: memory[name].hold_freed(storages_of(state)) for name, state in states.items()}
+        held = {name: self.memory(name).hold_freed(storages_of(state)) for name, state in states.items()}
         copies = {name: copy for name, copy in held.items() if copy is not None}
         self._entries, self._problem = [], None
         self._staged.clear()
         # The copies wait for the kernels that have been queued, and for no others.
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        self._thread = threading.Thread(
-            target=self._run, args=(states, extras, files, memory, copies, ready), daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(states, extras, files, copies, ready), daemon=True)
         self._thread.start()
 
     def before_change(self, role: str) -> None:
@@ -105,11 +100,8 @@ class AsyncSaver:
         self._blocked += time.monotonic() - started
 
     def finish(self) -> list[dict]:
-        """Wait for the save; returns the files that this rank wrote (`FileEntry` as dicts).
-
-        Raises:
-            OSError: some rank could not stage or write; all ranks raise it.
-        """
+        """Wait for the save; return the files that this rank wrote (`FileEntry` as dicts). OSError: some rank could not
+        stage or write; all ranks raise it."""
         assert self._thread is not None, "begin a save first"
         self._thread.join()
         self._thread = None
@@ -123,14 +115,10 @@ class AsyncSaver:
         return blocked
 
     def _stage(
-        self,
-        states: dict[str, dict[str, Any]],
-        memory: dict[str, HostMemory],
-        copies: dict[str, HostCopy],
-        ready: torch.cuda.Event | None,
+        self, states: dict[str, dict[str, Any]], copies: dict[str, HostCopy], ready: torch.cuda.Event | None
     ) -> None:
         """Copy the states; of those in `copies`, what these lack. Adds copies that are held for the caller."""
-        offloaded = set(copies)
+        offloaded, memory = set(copies), self._memory
         try:
             with self._on_own_stream():
                 if self._stream is not None and ready is not None:
@@ -158,7 +146,6 @@ class AsyncSaver:
         states: dict[str, dict[str, Any]],
         extras: dict[str, dict[str, str]],
         files: StateFiles,
-        memory: dict[str, HostMemory],
         copies: dict[str, HostCopy],
         ready: torch.cuda.Event | None,
     ) -> None:
@@ -167,7 +154,7 @@ class AsyncSaver:
             try:
                 failpoint("save:staging")
                 with TRACER.span("copy", _SAVES):
-                    self._stage(states, memory, copies, ready)
+                    self._stage(states, copies, ready)
                 staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
                 self._agree(OSError(f"rank {self._group.rank} could not copy its state: {error}"))
@@ -191,7 +178,7 @@ class AsyncSaver:
             self._problem = OSError(f"the ranks could not agree on the save: {error}")
         finally:
             for name, copy in copies.items():
-                memory[name].release(copy)
+                self._memory[name].release(copy)
 
     def _agree(self, problem: OSError | None) -> None:
         """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""

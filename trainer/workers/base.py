@@ -42,11 +42,8 @@ SHARDING_FILE = "fsdp_config.json"
 
 
 class ModelWorker:
-    """A sharded module and its checkpoint state. Every method is a collective over the mesh.
-
-    Args:
-        before_weights_change: called before weights or optimizer state change, because a save may still copy them.
-    """
+    """A sharded module and its checkpoint state. Every method is a collective over the mesh. `before_weights_change` is
+    called before weights or optimizer state change, because a save may still copy them."""
 
     def __init__(
         self,
@@ -104,7 +101,6 @@ class ModelWorker:
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
     def weight_tensors(self) -> list[Tensor]:
-        """Return the parameters on this rank's device, sharded. Not a collective."""
         reshard(self.module)
         return [parameter for parameter in self.module.parameters() if parameter.device.type == self.device]
 
@@ -113,21 +109,15 @@ class ModelWorker:
 
     def state(self) -> dict[str, Any]:
         """Return this rank's checkpoint state: its shards (not copies), the RNG and, if it is trained, the optimizer.
-
-        With LoRA the state has only the adapters; a resume reads the adapted weights from the model again.
-        """
+        With LoRA the state has only the adapters; a resume reads the adapted weights from the model again."""
         return self._state(set(STATE), with_rng=True)
 
     def sharding(self) -> str:
-        """Return how the state is sharded, as JSON."""
         return json.dumps({"fsdp_version": 2, **self.layout.describe()}, indent=2)
 
     def load(self, files: StateFiles, kinds: Collection[str] = STATE) -> None:
-        """Restore the saved state of this role, on any number of ranks.
-
-        Args:
-            kinds: the kinds of state to restore, any of `weights`, `optimizer` (with its schedule) and `rng`.
-        """
+        """Restore these `kinds` (`weights`, `optimizer` with its schedule, `rng`) of the role on any number of
+        ranks."""
         try:
             dp_size = parse_object(files.read_json(self.role, SHARDING_FILE), {"dp_size": is_count})["dp_size"]
         except (OSError, ValueError) as error:
@@ -180,11 +170,7 @@ def stack_rows(results: Sequence[tuple[Sequence[int] | np.ndarray, np.ndarray]])
 
 
 class Shares:
-    """The loss and the metrics of micro-batches, as they are added up over a batch.
-
-    Args:
-        extremes: see `Objective.extremes`.
-    """
+    """Loss and metrics of micro-batches, added up over a batch (`extremes`: see `Objective.extremes`)."""
 
     def __init__(self, extremes: Mapping[str, str]):
         self._extremes = extremes
@@ -211,10 +197,8 @@ class Shares:
 
 
 def _means(metrics: Sequence[Mapping[str, float]], tokens: Sequence[float]) -> dict[str, float]:
-    """Return the means of the metrics of mini-batches with these numbers of tokens.
-
-    `kl` is the mean over the tokens, and is missing if there are none; `lr` is the last value.
-    """
+    """Return the means of the metrics of mini-batches with these numbers of tokens. `kl` is the mean over the tokens,
+    and is missing if there are none; `lr` is the last value."""
     means = {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]}
     if "kl" in means:  # a controller reads the KL, so tokens that the losses leave out must not count as 0
         means.pop("kl")
@@ -224,17 +208,11 @@ def _means(metrics: Sequence[Mapping[str, float]], tokens: Sequence[float]) -> d
 
 
 class TrainedWorker(ModelWorker):
-    """A sharded module with its optimizer, schedule and checkpoint state."""
+    """A sharded module with its optimizer, schedule and checkpoint state. Its arguments are those of `ModelWorker`."""
 
-    def __init__(
-        self,
-        spec: RoleSpec,
-        module: nn.Module,
-        layout: Layout,
-        objective: Objective,
-        before_weights_change: Callable[[], None],
-    ):
-        super().__init__(spec, module, layout, objective, before_weights_change)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        spec, module, layout, objective = self.spec, self.module, self.layout, self.objective
         if objective.unit == GROUP and not can_pack(module):
             raise UserError(
                 f"{spec.path_key}: the {spec.name}, a {type(module).__name__}, takes one sequence at a time, and the "
@@ -249,19 +227,12 @@ class TrainedWorker(ModelWorker):
         self.optimizers = Optimizers(module, optimizer, objective.scheduled_steps(spec), layout.fsdp_mesh)
 
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
-        """Return what the model computes for a micro-batch of a mini-batch."""
         raise NotImplementedError
 
     def update(
         self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float] | None = None
     ) -> RankUpdate:
-        """Make all optimizer steps of one step of the loop.
-
-        Args:
-            share: of what the objective's loss reads.
-            totals: what `Objective.totals` returns for each mini-batch.
-            numbers: see `Objective.numbers`. None: those that the config gives.
-        """
+        """Make all optimizer steps of a step, with the `Objective.totals` of each mini-batch and `numbers`."""
         numbers = self.objective.numbers() if numbers is None else numbers
         before = self.tokens_computed
         metrics = []
@@ -277,12 +248,8 @@ class TrainedWorker(ModelWorker):
         return self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
 
     def optimizer_step(self, share: Share, mini_batch: MiniBatch, loss_function: LossFunction) -> dict[str, float]:
-        """Make one optimizer step on a mini-batch.
-
-        Gradients are summed over the ranks after each micro-batch.
-
-        Returns:
-            the loss and the loss function's metrics over the global mini-batch, `grad_norm` and `lr`.
+        """Make one optimizer step on a mini-batch, whose gradients are summed over the ranks after each micro-batch.
+        Return loss and metrics over the global mini-batch, `grad_norm` and `lr`.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
@@ -313,11 +280,7 @@ class TrainedWorker(ModelWorker):
 
     @torch.no_grad()
     def evaluate(self, share: Share, totals: Any, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the objective's loss and metrics over a batch of held-out rows.
-
-        Args:
-            totals, numbers: of the whole batch (see `Objective.loss`).
-        """
+        """Return the objective's loss and metrics over a batch of held-out rows (see `Objective.loss`)."""
         shares = Shares(self.objective.extremes)
         for mini_batch in share.mini_batches:
             for take in self.micro_batches(share, mini_batch):
@@ -331,7 +294,6 @@ class TrainedWorker(ModelWorker):
         """Check sums over a mini-batch before its optimizer step, and remove those that are no metrics."""
 
     def sharding(self) -> str:
-        """Return how the state is sharded, and which parameters each optimizer trains, as JSON."""
         return json.dumps({**json.loads(super().sharding()), "optimizers": self.optimizers.description()}, indent=2)
 
     def optimizer_tensors(self) -> list[Tensor]:
@@ -346,11 +308,7 @@ class TrainedWorker(ModelWorker):
     # State
 
     def load(self, files: StateFiles, kinds: Collection[str] = STATE, steps_added: int = 0) -> None:
-        """Restore the saved state of this role (see `ModelWorker.load`).
-
-        Args:
-            steps_added: number of optimizer steps by which the learning rate schedule moves.
-        """
+        """Restore the state (see `ModelWorker.load`), and move the schedule by `steps_added` optimizer steps."""
         super().load(files, kinds)
         if "optimizer" in kinds:
             self.optimizers.steps += steps_added
@@ -371,14 +329,7 @@ class TrainedWorker(ModelWorker):
     # Weights for exports
 
     def write_weights(self, directory: str, dtype: str) -> str:
-        """Write the weights as safetensors, adapters merged. Each rank writes its own rows.
-
-        Args:
-            dtype: dtype of the weights (see `RolloutConfig.dtype`).
-
-        Returns:
-            the dtype that the weights have now.
-        """
+        """Write the weights as safetensors, adapters merged; return their dtype. Each rank writes its own rows."""
         written = param_dtype(dtype, self.device)
         write_safetensors(self.module, directory, written)
         return str(written).removeprefix("torch.")
@@ -399,7 +350,6 @@ class CriticWorker(TrainedWorker):
     """The critic and its optimizer."""
 
     def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
         return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
 
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:

@@ -28,12 +28,10 @@ _ALIGNMENT = 64
 
 
 def buffer_bytes(sizes: Iterable[int]) -> int:
-    """Return the size of a buffer for copies of tensors of these sizes, in bytes."""
     return sum(_aligned(size) for size in sizes)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank has of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -51,14 +49,11 @@ def storages_of(value: Any) -> dict[int, UntypedStorage]:
 
 
 class HostBuffer:
-    """Flat host memory. It is pinned if it is for a GPU, so that copies run beside kernels, and at full speed.
+    """Flat host memory. It is pinned for the GPU with this number, if any, so that copies run beside kernels, and at
+    full speed.
 
     The pages belong to this buffer alone: CUDA refuses to pin a page twice, and torch's own allocator of pinned memory
     would round the size up to a power of two.
-
-    Args:
-        size: number of bytes.
-        gpu: number of the GPU; None: do not pin.
 
     Raises:
         OSError: the machine does not have so much memory.
@@ -78,7 +73,6 @@ class HostBuffer:
             self._pin(gpu)
 
     def part(self, start: int, size: int) -> Tensor:
-        """Return `size` bytes, at least one, as a tensor whose storage is these bytes."""
         return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=size)
 
     def _pin(self, gpu: int) -> None:
@@ -106,8 +100,6 @@ def _unpin(address: int, gpu: int) -> None:
 
 
 class HostCopy:
-    """Copies of tensors in a buffer."""
-
     def __init__(self, buffer: HostBuffer, storages: Storages):
         self.buffer = buffer
         self._storages = dict(storages)  # kept alive, so that no other gets their numbers
@@ -120,7 +112,6 @@ class HostCopy:
             start += _aligned(size)
 
     def covers(self, storages: Storages) -> bool:
-        """Return whether this has copies of all of these."""
         return self._storages.keys() >= storages.keys()
 
     def has_freed(self, storages: Storages) -> bool:
@@ -140,7 +131,6 @@ class HostCopy:
         return new
 
     def part(self, number: int) -> Tensor:
-        """Return the copied bytes of the memory with this number."""
         return self._parts[number]
 
     @torch.no_grad()
@@ -174,8 +164,7 @@ class HostMemory:
     """
 
     def __init__(self, gpu: int | None):
-        self.current: HostCopy | None = None
-        """A copy of the tensors as they are now, if there is one."""
+        self.current: HostCopy | None = None  # a copy of the tensors as they are now, if there is one
         self._gpu = gpu
         self._buffers: list[HostBuffer] = []
         self._last_size = math.inf
@@ -183,7 +172,6 @@ class HostMemory:
 
     @property
     def size(self) -> int:
-        """Bytes that the buffers take."""
         return sum(buffer.size for buffer in self._buffers)
 
     @torch.no_grad()
@@ -213,13 +201,11 @@ class HostMemory:
             self.current = None
 
     def hold(self, copy: HostCopy) -> HostCopy:
-        """Keep `copy` as it is until `release`."""
         with self._lock:
             copy.buffer.users += 1
         return copy
 
     def release(self, copy: HostCopy) -> None:
-        """Note that one user of `copy` needs it no more."""
         with self._lock:
             copy.buffer.users -= 1
 
@@ -237,7 +223,6 @@ class HostMemory:
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """Return the memory of a tensor as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

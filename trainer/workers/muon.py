@@ -20,16 +20,13 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUTERS = ("gate", "router")
 _FUSED = ("qkv", "in_proj", "query_key_value", "c_attn", "kv_a_proj", "kv_b_proj")
 """Names of layers whose rows belong to several projections, in an order that only the model's code knows."""
-_MOST_WHOLE = 8
-"""Most matrices that a rank has whole at a time."""
+_MOST_WHOLE = 8  # most matrices that a rank has whole at a time
 
 Split = Callable[[Tensor], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that Muon trains: a matrix, or a stack of them, one for each expert."""
-
     name: str
     parameter: nn.Parameter
     split: Split = lambda tensor: (tensor,)
@@ -37,10 +34,8 @@ class Matrix:
 
 
 def muon_matrices(module: nn.Module) -> list[Matrix]:
-    """Return the trained matrices of the blocks: linear layers, and experts.
-
-    Embeddings, heads, norms, biases, routers, convolutions, adapters and fused projections of unknown order are none.
-    """
+    """Return the trained matrices of the blocks: linear layers, and experts. Embeddings, heads, norms, biases, routers,
+    convolutions, adapters and fused projections of unknown order are none."""
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     found = [matrix for block in transformer_blocks(module) for matrix in _matrices_of(block)]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -88,10 +83,8 @@ def _attention_rows(block: nn.Module, layer: nn.Linear) -> list[int]:
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
-    """Return about the nearest (semi-)orthogonal matrices of `matrices` `(…, m, n)`, with singular values near 1.
-
-    Each is U V' of the singular value decomposition U S V', by a quintic iteration (Jordan et al., Muon, 2024).
-    """
+    """Return about the nearest (semi-)orthogonal matrices of `matrices` `(…, m, n)`, with singular values near 1. Each
+    is U V' of the singular value decomposition U S V', by a quintic iteration (Jordan et al., Muon, 2024)."""
     a, b, c = _COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -141,7 +134,6 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(direction, alpha=-group["lr"])
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first step."""
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
 
     def _directions(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -171,7 +163,6 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _orthogonal(self, matrices: Sequence[Matrix], steps: int, index: int, whole: Tensor) -> Tensor:
-        """Return the direction of `matrices[index]` from its gathered update."""
         dtype, matrix = torch.bfloat16 if self._device == "cuda" else torch.float32, matrices[index]
         result = torch.empty_like(whole)
         for source, target in zip(matrix.split(whole), matrix.split(result), strict=True):
@@ -181,10 +172,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _sharding_axis(parameter: Tensor) -> tuple[DeviceMesh, int] | None:
-    """Return the mesh and its dimension over which matrices are cut, so that its ranks can divide the work.
-
-    None: each rank computes the matrices that it has whole, or (cut along several dimensions) all.
-    """
+    """Return the mesh and its dimension over which matrices are cut, so that its ranks can divide the work. None: each
+    rank computes the matrices that it has whole, or (cut along several dimensions) all."""
     if not isinstance(parameter, DTensor) or _has_whole_matrices(parameter):
         return None
     sharded = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -215,7 +204,6 @@ def _sharded_as(like: Tensor, result: Tensor) -> Tensor:
     if _has_whole_matrices(like):
         return DTensor.from_local(result, mesh, placements, shape=like.shape, stride=like.stride())
     if any(not placement.is_replicate() and type(placement) is not Shard for placement in placements):
-        return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-            placements=placements
-        )
+        whole = DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(placements=placements)
     return distribute_tensor(result, mesh, placements, src_data_rank=None)

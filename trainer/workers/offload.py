@@ -24,12 +24,8 @@ class DeviceMemory:
 
 
 def engine_problem(needed: int, growth: int, device: DeviceMemory, cfg: Config) -> str | None:
-    """Return why an engine cannot wake up beside a rank, in one sentence; None: it can.
-
-    Args:
-        needed: bytes that the engine will take.
-        growth: bytes that the rank has yet to take, and will hold while engines are awake.
-    """
+    """Return why an engine that takes `needed` bytes cannot wake up beside a rank that will take `growth` bytes
+    meanwhile, in one sentence; None: it can."""
     shortage = needed + growth - device.free
     if shortage <= 0:
         return None
@@ -46,12 +42,7 @@ def engine_problem(needed: int, growth: int, device: DeviceMemory, cfg: Config) 
 
 
 def rank_problem(needed: int, free: int, cfg: Config) -> str | None:
-    """Return why a rank cannot take back what it has moved to host memory, in one sentence; None: it can.
-
-    Args:
-        needed: bytes in host memory.
-        free: bytes that the rank can take.
-    """
+    """Return why a rank cannot take back `needed` bytes of which `free` are free, in one sentence; None: it can."""
     if needed <= free:
         return None
     return (
@@ -68,10 +59,8 @@ class OffloadBuffer:
     """Holds the contents of a role's tensors whose memory on the device is freed meanwhile.
 
     Only the memory goes: tensors, storages and everything that refers to them stay the same objects, so that FSDP and
-    the optimizer notice nothing. A copy that a save has made of the tensors as they are now serves as the contents.
-
-    Args:
-        memory: of the role. The tensors may change only after `memory.forget`.
+    the optimizer notice nothing. A copy that a save has made of the tensors as they are now serves as the contents. The
+    tensors may change only after `memory.forget`.
     """
 
     def __init__(self, memory: HostMemory):
@@ -81,15 +70,12 @@ class OffloadBuffer:
         self._copy: HostCopy | None = None
 
     def offloaded_bytes(self, optimizer: bool = True) -> int:
-        """Return the bytes that `onload` will take on the device."""
         return sum(self._copied(number).numel() for number in self._chosen(optimizer))
 
     @torch.no_grad()
     def offload(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor] = ()) -> None:
-        """Copy tensors to host memory (of DTensors, the local shards), and free their memory on the device.
-
-        Those that an earlier call has offloaded may be among them.
-        """
+        """Copy tensors to host memory (of DTensors, the local shards), and free their memory on the device. Those that
+        an earlier call has offloaded may be among them."""
         states = storages_of(list(optimizer))
         here = {number: s for number, s in (storages_of(list(weights)) | states).items() if s.nbytes()}
         if not here:
@@ -110,11 +96,7 @@ class OffloadBuffer:
 
     @torch.no_grad()
     def onload(self, optimizer: bool = True) -> None:
-        """Give offloaded tensors their contents back.
-
-        Args:
-            optimizer: also those of the optimizer.
-        """
+        """Give offloaded tensors, or those but the optimizer's, their contents back."""
         for number in self._chosen(optimizer):
             storage, host = self._offloaded[number], self._copied(number)
             storage.resize_(host.numel())  # if the memory has run out, the tensor stays offloaded

@@ -62,13 +62,8 @@ parameter once. `optimizer_check` has their options."""
 
 
 class Optimizers:
-    """The optimizers of one trained module, their learning rates and their states.
-
-    Args:
-        steps: number of optimizer steps of the schedule.
-        mesh: the mesh over which the module is sharded.
-        with_trial: an optimizer of the user is tried on a small model first.
-    """
+    """The optimizers of one trained module, sharded over `mesh`, their learning rates over `steps` optimizer steps and
+    their states. With a trial, an optimizer of the user is tried on a small model first."""
 
     def __init__(
         self, module: nn.Module, config: OptimizerConfig, steps: int, mesh: DeviceMesh, with_trial: bool = True
@@ -99,15 +94,12 @@ class Optimizers:
         return lr
 
     def zero_grad(self) -> None:
-        """Delete the gradients."""
         for optimizer in self.all:
             optimizer.zero_grad()
 
     def configure(self) -> float:
-        """Set every parameter group to the values of the config; returns the learning rate of the next step.
-
-        A checkpoint has its own values, which the config replaces. The schedule acts on each group's learning rate.
-        """
+        """Set every parameter group to the values of the config; returns the learning rate of the next step. A
+        checkpoint has its own values, which the config replaces. The schedule acts on each group's learning rate."""
         for optimizer, settings in zip(self.all, self._configured, strict=True):
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 config = dataclasses.replace(self.config, lr=values["lr"])
@@ -132,7 +124,6 @@ class Optimizers:
         return get_optimizer_state_dict(self.module, self.all)
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        """Restore the states after `steps` optimizer steps."""
         # Those of the user may have no state, as SGD without momentum.
         options = StateDictOptions(strict=self._is_built_in)
         set_optimizer_state_dict(self.module, self.all, dict(state), options=options)
@@ -150,10 +141,8 @@ class Optimizers:
         return [s for s in states if isinstance(s, Tensor) and s.numel() > 1 and s.device.type == device]
 
     def growth(self, device: str) -> int:
-        """Return the bytes that states will yet take on a device. Not a collective.
-
-        The first step makes them. An optimizer of the user is expected to take what AdamW takes.
-        """
+        """Return the bytes that states will yet take on a device. Not a collective. The first step makes them. An
+        optimizer of the user is expected to take what AdamW takes."""
         numbers = 0
         for optimizer in self.all:
             new = [p for p in _parameters_of(optimizer) if p not in optimizer.state and p.device.type == device]
@@ -162,11 +151,8 @@ class Optimizers:
 
 
 def make_optimizers(module: nn.Module, config: OptimizerConfig, device: str) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the config names for a sharded module.
-
-    Raises:
-        UserError: the user's function raises, or leaves out a trained parameter.
-    """
+    """Return the optimizers that the config names for a sharded module. UserError: the user's function raises, or
+    leaves out a trained parameter."""
     if config.name in OPTIMIZERS:
         return OPTIMIZERS[config.name](module, config, device)
     function = import_function(config.name, f"{KEY}.name", known=OPTIMIZERS)
@@ -185,11 +171,8 @@ def make_optimizers(module: nn.Module, config: OptimizerConfig, device: str) -> 
 
 
 def _try_custom(config: OptimizerConfig, mesh: DeviceMesh) -> None:
-    """Try an optimizer of the user on small sharded matrices: steps, a save and a load. A collective.
-
-    Raises:
-        UserError: it raises, or goes on otherwise after the load than without one.
-    """
+    """Try an optimizer of the user on small sharded matrices: steps, a save and a load. A collective. UserError: it
+    raises, or goes on otherwise after the load than without one."""
 
     def made() -> tuple[nn.Module, Optimizers]:
         with torch.device(mesh.device_type):  # names as those of a language model, because a function may go by them

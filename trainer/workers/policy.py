@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.config import RoleSpec
 from trainer.config.algorithm import TEACHER_TOP
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
@@ -34,10 +33,9 @@ from trainer.models.logprobs import (
 )
 from trainer.models.lora import disabled_adapters
 from trainer.models.online_softmax import LikeliestTokens, likeliest_tokens
-from trainer.objectives.base import LossResult, Objective, Outputs
+from trainer.objectives.base import LossResult, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.load_balancing import MiniBatch, Share, has_old_logprobs
-from trainer.parallel.mesh import Layout
 from trainer.parallel.shard import param_dtype, reshard
 from trainer.workers.base import ModelWorker, TrainedWorker, stack_rows
 
@@ -51,39 +49,25 @@ _JUMP, _ROUNDING = 100.0, 0.01
 share of the limit is never refused."""
 
 
-class WeightSender(Protocol):
-    """Sends weights from the ranks to the engines when they do not go through shared memory."""
-
-    def send(self, weights: Any, rank: int) -> Any: ...
-
-
 class PolicyWorker(TrainedWorker):
     """A language model and its optimizer: the policy."""
 
-    def __init__(
-        self,
-        spec: RoleSpec,
-        module: nn.Module,
-        layout: Layout,
-        objective: Objective,
-        before_weights_change: Callable[[], None],
-    ):
-        super().__init__(spec, module, layout, objective, before_weights_change)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self.teacher: FrozenWorker | None = None
         self._shared: SharedDirectory | None = None
         self._fresh: list[tuple[list[int], np.ndarray]] = []  # rows and old log-probs that the update has computed
         self._entropy: dict[int, np.ndarray] = {}  # of the tokens of each row, for people
         self._keeps_entropy = False  # in the current step
         self._step, self._is_first = 0, False  # the next optimizer step is the first one of `_step`
-        cfg, device = objective.cfg, layout.device
-        dtypes = {param_dtype(dtype, device) for dtype in (cfg.rollout.dtype, spec.sharding.param_dtype)}
+        cfg = self.objective.cfg
+        dtypes = {param_dtype(dtype, self.device) for dtype in (cfg.rollout.dtype, self.spec.sharding.param_dtype)}
         dtype = "float32" if dtypes == {torch.float32} else "bfloat16"
-        compares = cfg.task.generates and objective.temperature == cfg.rollout.temperature
-        self._logprob_limit = cfg.rollout.logprob_limit(dtype, device) if compares else None
+        compares = cfg.task.generates and self.objective.temperature == cfg.rollout.temperature
+        self._logprob_limit = cfg.rollout.logprob_limit(dtype, self.device) if compares else None
         self._largest_difference: float | None = None  # of the means of earlier steps; None: there is none
 
     def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
         return self.map_rows(share, self._logprobs)
 
     def _logprobs(self, mb: MicroBatch) -> Tensor:
@@ -205,17 +189,15 @@ class PolicyWorker(TrainedWorker):
             self._largest_difference = largest if is_known else None
 
     def is_likeliest(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of a batch.
-
-        It is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0.
-        """
+        """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of a batch. It
+        is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0."""
         return self.map_rows(share, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
 
     # ---------------------------------------------------------------------------------------------------
     # Weights for engines
 
-    def send_weights(self, sender: WeightSender, dtype: str) -> Any:
-        """Pass the tensors, one by one, to `sender`."""
+    def send_weights(self, sender: Any, dtype: str) -> Any:
+        """Pass the weights and this rank's number to `sender` (see `trainer.generation.weight_sync`)."""
         return sender.send(self.stream_weights(dtype), self.layout.rank)
 
     @torch.no_grad()
@@ -233,7 +215,6 @@ class PolicyWorker(TrainedWorker):
         return file_bytes(self.module, param_dtype(dtype, self.device))
 
     def check_shared(self, dtype: str, reserved: int) -> None:
-        """Check that shared memory has room for the weights as `dtype` (see `check_free_space`). Not a collective."""
         check_free_space(self.weight_bytes(dtype), reserved)
 
     def write_shared(self, directory: str, dtype: str) -> int:
@@ -249,37 +230,23 @@ class PolicyWorker(TrainedWorker):
         return self._shared.path
 
     def close_shared(self) -> None:
-        """Delete the directory that `open_shared` made. Not a collective."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
 
 class FrozenWorker(ModelWorker):
-    """A model that is not trained: a reference, a teacher, a reward model.
+    """A model that is not trained: a reference, a teacher, a reward model. `sync_from_policy` copies the weights of
+    `policy`. If `module` is the policy, its weights without the adapters are this model."""
 
-    Args:
-        policy: the policy whose weights `sync_from_policy` copies; None: the policy is in other processes. If `module`
-            is the policy, its weights without the adapters are this model.
-    """
-
-    def __init__(
-        self,
-        spec: RoleSpec,
-        module: nn.Module,
-        layout: Layout,
-        objective: Objective,
-        before_weights_change: Callable[[], None],
-        policy: nn.Module | None = None,
-    ):
-        super().__init__(spec, module, layout, objective, before_weights_change)
+    def __init__(self, *arguments: Any, policy: nn.Module | None = None):
+        super().__init__(*arguments)
         self.policy = policy
-        if not spec.is_policy_base:
+        if not self.spec.is_policy_base:
             self.module.requires_grad_(False)
             self.module.eval()
 
     def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probs of this rank's rows of a batch (see `ModelWorker.map_rows`)."""
         with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
             return self.map_rows(share, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
 
@@ -290,7 +257,6 @@ class FrozenWorker(ModelWorker):
         return distributions(self.module, mb.input_ids, mb.packing, mask, self.objective.divergence)
 
     def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of this rank's rows of a batch, if the head is `value` (see `ModelWorker.map_rows`)."""
         return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
 
     @torch.no_grad()

@@ -33,16 +33,12 @@ from trainer.workers.offload import DeviceMemory, OffloadBuffer, engine_problem,
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
 _TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}
-_WITH_OPTIMIZER = ("update", "load")
-"""Methods of workers that need the states of the optimizers."""
+_WITH_OPTIMIZER = ("update", "load")  # methods of workers that need the states of the optimizers
 
 
 class Rank:
-    """The workers of one rank, one for each of its roles.
-
-    The driver calls each method on all ranks at the same time. Every method of this class and of the workers is a
-    collective, unless its docstring says "Not a collective".
-    """
+    """The workers of one rank, one for each of its roles. The driver calls each method on all ranks at the same time.
+    Every method of this class and of the workers is a collective, unless its docstring says "Not a collective"."""
 
     def __init__(self, cfg: Config, rank: int, world_size: int, device: str):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")) if device == "cpu" else 4)
@@ -66,10 +62,8 @@ class Rank:
         return listen(host)
 
     def connect(self, address: str, local_rank: int = 0) -> None:
-        """Join the process group, whose store is at `address`, and seed this rank's generators, for user code.
-
-        Ranks with the same rows draw the same numbers, because they compute the same loss.
-        """
+        """Join the process group, whose store is at `address`, and seed this rank's generators, for user code. Ranks
+        with the same rows draw the same numbers, because they compute the same loss."""
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         init_process_group(self.rank, self.world_size, address, self.device, time_limits.COLLECTIVE_S)
@@ -80,10 +74,8 @@ class Rank:
         seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
 
     def build(self, roles: Sequence[RoleSpec], model_path: str) -> dict[str, tuple[str | None, list[str]]]:
-        """Load the initial weights of `roles`, and compare each model with its own class.
-
-        Args:
-            model_path: the initial weights of the policy, and of each role without a path of its own.
+        """Load the initial weights of `roles`, by default those in `model_path`, and compare each model with its own
+        class.
 
         Returns:
             by the key and the path of each model: what differs (see `Verdict.problem`), and what was not compared.
@@ -93,13 +85,15 @@ class Rank:
         self.objective = make_objective(self.cfg)
         found: dict[str, tuple[str | None, list[str]]] = {}
         compared: set[str] = set()
+        model, t, longest = self.cfg.model, self.cfg.trainer, self.cfg.longest_row
         for spec in roles:
             of_role = resolve_model_path(spec.path, spec.path_key) if spec.path else path
-            module = self._load(spec, of_role)
+            if spec.is_policy_base:  # the policy without its adapters
+                module = self.roles["policy"].module
+            else:
+                module = load_model(model, of_role, self.layout, spec, t.seed, t.pack, longest)
             if of_role not in compared:  # other roles with the same weights have the same backbone
-                cfg = self.cfg
-                run = self.layout, spec, cfg.trainer.pack, cfg.longest_row
-                verdict = check_model(cfg.model, module, of_role, *run)
+                verdict = check_model(model, module, of_role, self.layout, spec, t.pack, longest)
                 compared.add(of_role)
                 found[f"{spec.path_key}={of_role}"] = verdict.problem, verdict.not_compared
             self.roles[spec.name] = worker = self._worker(spec, module)
@@ -107,23 +101,15 @@ class Rank:
                 self.roles[spec.read_by].read(worker)
         return found
 
-    def _load(self, spec: RoleSpec, path: str) -> nn.Module:
-        assert self.layout is not None
-        if spec.is_policy_base:  # the policy without its adapters
-            return self.roles["policy"].module
-        cfg = self.cfg
-        return load_model(cfg.model, path, self.layout, spec, cfg.trainer.seed, cfg.trainer.pack, cfg.longest_row)
-
     def _worker(self, spec: RoleSpec, module: nn.Module) -> ModelWorker:
         assert self.layout is not None
         changing = partial(self._before_change, spec.name)
         if spec.trained:
             return _TRAINED[spec.head](spec, module, self.layout, self.objective, changing)
         policy = self.roles["policy"].module if "policy" in self.roles else None
-        return FrozenWorker(spec, module, self.layout, self.objective, changing, policy)
+        return FrozenWorker(spec, module, self.layout, self.objective, changing, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` of the worker of `role`."""
         needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
         if method == "update":
             needed |= {name for name, worker in self.roles.items() if worker.spec.read_by == role}
@@ -134,11 +120,8 @@ class Rank:
         return getattr(self.roles[role], method)(*args, **kwargs)
 
     def compute(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `output` of this rank's rows of a batch, without a driver: each rank has the whole batch.
-
-        Returns:
-            the numbers of the rows `(n,)`, and their values `(n, T)`.
-        """
+        """Return the numbers `(n,)` of this rank's rows of a batch and their `output` `(n, T)`, without a driver: each
+        rank has the whole batch."""
         rows, values = self.call(role, output, self._share(role, batch, [np.arange(len(batch["lengths"]))]))
         return rows, np.pad(values, ((0, 0), (0, batch["input_ids"].shape[1] - values.shape[1])))
 
@@ -155,15 +138,10 @@ class Rank:
         return divide(batch, mini_batches, limits, self.layout.dp_size, keeps_groups)[index]
 
     def start_profile(self, directory: str, name: str) -> None:
-        """Profile this rank until `stop_profile`. Not a collective.
-
-        Args:
-            name: of the files, before the number of the rank.
-        """
+        """Profile this rank until `stop_profile`, to files of this name and number. Not a collective."""
         self._profiler.start(directory, f"{name}_{self.rank}")
 
     def stop_profile(self) -> None:
-        """Write the profile to its directory. Not a collective."""
         self._profiler.stop()
 
     def begin_save(self, roles: list[str], files: StateFiles) -> None:
@@ -192,13 +170,11 @@ class Rank:
         return self.saver.pop_stall_seconds()
 
     def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
-        """Free GPU memory for engines: move what `trainer.offload` says, and return torch's cached memory.
-
-        Methods that need it bring it back. Not a collective.
+        """Free GPU memory for engines: move what `trainer.offload` says, and return torch's cached memory. Methods that
+        need it bring it back. Not a collective.
 
         Args:
-            needed: bytes of each GPU that an engine will take. 0: do not check.
-            colocated: the ranks that share their GPU with an engine.
+            needed: bytes that an engine will take of the GPU of each rank in `colocated`. 0: do not check.
 
         Raises:
             UserError: there will not be so much room beside this rank.
@@ -212,11 +188,7 @@ class Rank:
             self._check_engine(needed, DeviceMemory(*torch.cuda.mem_get_info()))
 
     def offloaded_bytes(self, roles: Collection[str], optimizer: bool = True) -> int:
-        """Return the bytes of these roles that this rank has moved from its GPU to host memory. Not a collective.
-
-        Args:
-            optimizer: count the states of the optimizers, too.
-        """
+        """Return the bytes of these roles, or without their optimizers', in host memory. Not a collective."""
         buffers = (self._offload_buffers[role] for role in roles if role in self._offload_buffers)
         return sum(buffer.offloaded_bytes(optimizer) for buffer in buffers)
 
@@ -236,7 +208,6 @@ class Rank:
         return "policy" if self.roles[role].spec.is_policy_base else role
 
     def _offload(self, roles: Collection[str]) -> None:
-        """Move what `trainer.offload` says of these roles to host memory."""
         if self.cfg.trainer.offload == "none" or not roles:
             return
         assert self.saver is not None, "connect first"
@@ -282,7 +253,6 @@ class Rank:
             self._offload_buffers[role].memory.forget()
 
     def _onload(self, roles: Collection[str], optimizer: bool) -> None:
-        """Bring these roles back to the GPU, with or without the states of their optimizers."""
         needed = self.offloaded_bytes(roles, optimizer)
         if not needed:
             return
@@ -296,5 +266,4 @@ class Rank:
                 self._offload_buffers[role].onload(optimizer)
 
     def device_name(self) -> str:
-        """Return the name of this rank's GPU, or `cpu`. Not a collective."""
         return torch.cuda.get_device_name() if self.device == "cuda" else self.device
