@@ -49,7 +49,6 @@ class _Host:
 
     @ray.method(concurrency_group="background")
     def background(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` while other calls run."""
         return answer_call(getattr(self._building.result(), method), "background", args, kwargs, method)
 
     @ray.method(concurrency_group="heartbeat")
@@ -96,11 +95,7 @@ def launch_actors(
     env: dict[str, str],
     timeouts: Timeouts,
 ) -> WorkerGroup:
-    """Start one actor for each entry of `worker_args`. Does not wait for the actors.
-
-    Args:
-        options: returns Ray's options of a worker. Called each time the worker starts.
-    """
+    """Start one actor for each entry of `worker_args`, each time with its `options` of Ray. Does not wait."""
     groups = {"background": 1, "heartbeat": 1}
     remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(_Host)
 

@@ -17,8 +17,7 @@ from trainer.config.trainer import PROCESSES
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import DISPLAY_THREAD, importing
 
-Early = ForkServer | RayHead | None
-"""What has been started: the process that forks the ranks, or Ray."""
+Early = ForkServer | RayHead | None  # what has been started: the process that forks the ranks, or Ray
 _Early = TypeVar("_Early", ForkServer, RayHead)
 
 

@@ -50,7 +50,7 @@ class ForkServer:
     Args:
         preload: modules to import before the first fork. A worker imports all other modules itself, with its own
             environment.
-        env: environment variables that the imports of `preload` read, to add to those of this process.
+        env: environment variables that the imports of `preload` read.
         forks_this: fork this process, so that workers share the memory of its modules. It must have no threads but
             those of `trainer`, and have started neither Ray nor CUDA.
     """
@@ -125,7 +125,6 @@ class ForkServer:
             self._process.wait()
 
     def kill(self) -> None:
-        """Kill a fork server that does not respond, with all its workers."""
         end_tree(self._process)
 
     def __enter__(self) -> ForkServer:
@@ -147,7 +146,6 @@ def end_tree(process: psutil.Process) -> None:
 
 
 def _name_process(title: str) -> None:
-    """Set the name that `ps -o comm` shows."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(title)
 
@@ -279,7 +277,6 @@ class _Host:
                 self._driver.send((number, has_failed, answer))
 
     def _build(self, message: bytes) -> None:
-        """Build the object. If that fails, each call raises the error."""
         try:
             with importing():
                 factory, args = pickle.loads(message)

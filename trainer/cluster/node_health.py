@@ -17,13 +17,9 @@ _EXITED = "its raylet has exited"
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster."""
-
     id: str
     address: str
-    """IP address of the node."""
-    port: int
-    """TCP port of its raylet."""
+    port: int  # TCP port of its raylet
 
     def __str__(self) -> str:
         return self.address
@@ -31,23 +27,17 @@ class Node:
 
 @dataclass
 class _Record:
-    """The results of the last connections to a node."""
-
-    answered_at: float
-    """When the machine last answered, on the monotonic clock."""
+    answered_at: float  # when the machine last answered, on the monotonic clock
     refusals: int = 0
-    judged_at: float = 0.0
-    """When the last completed round of connections began."""
+    judged_at: float = 0.0  # when the last completed round of connections began
 
 
 class NodeHealth:
     """Connects to the raylets of the watched nodes again and again, on its own thread.
 
     The kernel accepts a connection even while the raylet or the whole machine is busy. So only a node that is cut off,
-    frozen or switched off does not answer. A node whose raylet has died refuses the connection.
-
-    Args:
-        limit_s: seconds without a connection after which a node counts as failed.
+    frozen or switched off does not answer. A node whose raylet has died refuses the connection. A node counts as failed
+    after `limit_s` without a connection.
     """
 
     def __init__(self, limit_s: float):
@@ -60,7 +50,6 @@ class NodeHealth:
             self._thread.start()
 
     def watch(self, nodes: Iterable[Node]) -> None:
-        """Watch these nodes instead of the previous ones."""
         now = time.monotonic()
         self._records = {node: self._records.get(node) or _Record(now) for node in nodes}
 
@@ -84,7 +73,6 @@ class NodeHealth:
         return any(node.id == node_id and reason == _EXITED for node, reason in list(self._failed.items()))
 
     def close(self) -> None:
-        """Stop the thread."""
         self._end.set()
         self._thread.join()
 

@@ -13,25 +13,20 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trainer.cluster.node_health import Node
-from trainer.cluster.resources import by_node
 from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
-NODE_ID = "ray.io/node-id"
-"""The node label that contains the id of the node."""
+NODE_ID = "ray.io/node-id"  # the node label that contains the id of the node
 
 
 def create_placement_group(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
-    """Create a placement group for these bundles, on nodes with this label. Does not wait."""
     return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
 
 
 @contextlib.contextmanager
 def demanded(bundles: list[dict[str, float]], label: dict[str, str]) -> Iterator[PlacementGroup]:
     """Ask for these bundles while the block runs, with a placement group. An autoscaler adds nodes for one that waits.
-
-    `ray.autoscaler.sdk.request_resources` would outlive a killed job, and take what other jobs hold for capacity.
-    """
+    `ray.autoscaler.sdk.request_resources` would outlive a killed job, and take what other jobs hold for capacity."""
     groups: list[PlacementGroup] = []
     try:
         with SIGNALS.deferred():  # its end raises
@@ -43,10 +38,7 @@ def demanded(bundles: list[dict[str, float]], label: dict[str, str]) -> Iterator
 
 
 def remove(groups: Sequence[PlacementGroup]) -> None:
-    """Remove placement groups. Wait briefly for pending ones first.
-
-    Ray leaks a group that is removed while it is being scheduled (ray-project/ray#64693).
-    """
+    """Remove placement groups. Pending ones have a moment: Ray would leak them (ray-project/ray#64693)."""
     end = time.monotonic() + time_limits.PLACEMENT_REMOVAL_S
     while not all(map(is_settled, groups)) and time.monotonic() < end:
         time.sleep(0.025)
@@ -55,10 +47,8 @@ def remove(groups: Sequence[PlacementGroup]) -> None:
 
 
 def is_settled(group: PlacementGroup) -> bool:
-    """Return whether Ray has scheduled the group, has found no capacity for it, or has removed it.
-
-    Ray retries a group without capacity from time to time. No state shows that it is retrying at this moment.
-    """
+    """Return whether Ray has scheduled the group, has found no capacity for it, or has removed it. Ray retries a group
+    without capacity from time to time. No state shows that it is retrying at this moment."""
     table = placement_group_table(group)
     if not table or table["state"] in ("CREATED", "REMOVED"):
         return True
@@ -67,19 +57,16 @@ def is_settled(group: PlacementGroup) -> bool:
 
 
 def exclude_nodes(node_ids: Collection[str]) -> dict[str, str]:
-    """Return the label of all nodes except these."""
     # Ray would read a space after a comma as part of the next id.
     return {NODE_ID: f"!in({','.join(sorted(node_ids))})"} if node_ids else {}
 
 
 def count_pending(groups: Sequence[PlacementGroup]) -> int:
-    """Return how many of these placement groups wait for capacity."""
     with SIGNALS.deferred():
         return sum(placement_group_table(group).get("state") != "CREATED" for group in groups)
 
 
 def options_in(bundle: dict[str, float], group: PlacementGroup, index: int) -> dict[str, Any]:
-    """Return Ray's options of an actor in a placement group."""
     return {
         "num_cpus": bundle["CPU"],
         "num_gpus": bundle.get("GPU", 0),
@@ -100,12 +87,6 @@ def options_colocated_with(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     }
 
 
-def bundles_by_node(group: PlacementGroup) -> list[int]:
-    """Return the indices of the bundles of a group. Those on one node follow one another (see `by_node`)."""
-    with SIGNALS.deferred():
-        return by_node(placement_group_table(group)["bundles_to_node_id"])
-
-
 def alive_nodes() -> list[Node]:
     """Return the nodes that Ray believes to be alive. Ray needs about a minute to notice that a node has failed."""
     return [
@@ -116,7 +97,6 @@ def alive_nodes() -> list[Node]:
 
 
 def describe_bundles(bundles: list[dict[str, float]]) -> str:
-    """Return in words how many processes these bundles are for, and the resources of each."""
     each = " and ".join(f"{count:g} {resource}" for resource, count in bundles[0].items())
     return f"{len(bundles)} processes with {each} each" if len(bundles) > 1 else f"a process with {each}"
 

@@ -10,7 +10,7 @@ import pickle
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,15 +40,12 @@ class LocalCluster(Cluster):
 
 
 class ProcessCluster(LocalCluster):
-    """Ranks and engines as processes: `with ProcessCluster(cfg, device) as cluster`.
-
-    Workers must be able to import the factories and arguments that they receive.
+    """Ranks and engines as processes: `with ProcessCluster(cfg, device) as cluster`. Workers must be able to import the
+    factories and arguments that they receive.
 
     Args:
-        device: `cuda` or `cpu`.
         fork_server: a fork server that outlives the cluster. None: the cluster starts its own.
-        rank_server: the same for ranks on CPUs (see `early_fork`), and for engines that preload modules. None:
-            `fork_server` starts them, too.
+        rank_server: the same for ranks on CPUs (see `early_fork`), and for engines that preload modules.
     """
 
     def __init__(
@@ -67,8 +64,13 @@ class ProcessCluster(LocalCluster):
         self._timeouts = Timeouts(time_limits.HEARTBEAT_S, time_limits.CALL_S, self._failed_process)
 
     def __enter__(self) -> ProcessCluster:
-        self._gpus = _visible_gpus() if self.device == "cuda" else []
+        self._gpus: list[str] = []
         if self.device == "cuda":
+            if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+                import torch
+
+                visible = ",".join(map(str, range(torch.cuda.device_count())))
+            self._gpus = [gpu for gpu in visible.split(",") if gpu]
             check_gpus(self.cfg, len(self._gpus))
         SIGNALS.check()
         self._directory = PrivateDirectory(tempfile.gettempdir(), "trainer-local-", 4)
@@ -112,7 +114,11 @@ class ProcessCluster(LocalCluster):
         preloaded = self._rank_server if self.cfg.engine.preload else None
         server = preloaded or self._fork_server
         if find_gpus is not None:
-            return self._launch(server, "engine", factory, args, env, lambda engine: _gpus_of(find_gpus(engine)), [])
+
+            def shared(engine: int) -> list[str]:
+                return [gpu for rank in find_gpus(engine) for gpu in rank["gpus"]]
+
+            return self._launch(server, "engine", factory, args, env, shared, [])
         gpus = self._allocate_gpus(size * len(args))
         return self._launch(server, "engine", factory, args, env, lambda i: gpus[i * size : (i + 1) * size], gpus)
 
@@ -152,7 +158,7 @@ class ProcessCluster(LocalCluster):
 
 
 class _Stored:
-    """Holds the pickle of a value. Its own pickle loads as the value."""
+    """Its own pickle loads as the value."""
 
     def __init__(self, data: bytes):
         self._data = data
@@ -162,10 +168,8 @@ class _Stored:
 
 
 class _Process:
-    """The driver's end of a worker (see `fork_server._Host`). The result of a call is a future, never an exception.
-
-    It is `(has_failed, payload)`, or None if the worker has exited.
-    """
+    """The driver's end of a worker (see `fork_server._Host`). The result of a call is a future, never an exception. It
+    is `(has_failed, payload)`, or None if the worker has exited."""
 
     def __init__(self, server: ForkServer, connection: Connection, factory: Any, args: tuple):
         self._server = server
@@ -180,7 +184,6 @@ class _Process:
         self.begin("call", BUILD, (pickle.dumps((factory, args)),), {})
 
     def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        """Begin a call."""
         payload = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
         call: Future = Future()
         with self._lock:
@@ -249,15 +252,3 @@ class Processes:
 
     def kill(self, process: _Process, process_id: tuple[int, str] | None) -> None:
         process.kill()
-
-
-def _gpus_of(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [gpu for rank in ranks for gpu in rank["gpus"]]
-
-
-def _visible_gpus() -> list[str]:
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    import torch
-
-    return [str(i) for i in range(torch.cuda.device_count())]

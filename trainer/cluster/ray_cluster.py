@@ -28,6 +28,7 @@ from trainer.cluster.node_health import NodeHealth
 from trainer.cluster.ray_head import CPU_OBJECT_STORE_BYTES, RayHead
 from trainer.cluster.resources import (
     FindGpus,
+    by_node,
     check_gpus,
     forwarded_variables,
     gpus_per_engine,
@@ -47,8 +48,7 @@ from trainer.process.watchdog import ends_within
 LOG = logging.getLogger(__name__)
 
 _DRAINED = "trainer.excluded_nodes contains it"
-RAY_LOGS = "ray_logs"
-"""Directory below the run directory with Ray's logs of a job that failed."""
+RAY_LOGS = "ray_logs"  # directory below the run directory with Ray's logs of a job that failed
 
 
 class _JobConfig(JobConfig):
@@ -61,11 +61,7 @@ class _JobConfig(JobConfig):
 
 class RayCluster(Cluster):
     """Ray for one run: `with RayCluster(cfg, device) as cluster`. Kills all processes that it has started at the end.
-
-    Args:
-        device: `cuda` or `cpu`.
-        head: Ray for a job on CPUs, which has begun to start. None: the cluster starts its own, or joins one.
-    """
+    `head` is Ray for a job on CPUs, which has begun to start; else the cluster starts its own, or joins one."""
 
     object_store_bytes = CPU_OBJECT_STORE_BYTES
 
@@ -238,7 +234,9 @@ class RayCluster(Cluster):
         count = count or self.cfg.trainer.num_workers
         bundle = self._bundle(gpus=1)
         (group,) = self._place([[bundle] * count])
-        options = [placement.options_in(bundle, group, index) for index in placement.bundles_by_node(group)]
+        with SIGNALS.deferred():
+            indices = by_node(placement_group_table(group)["bundles_to_node_id"])
+        options = [placement.options_in(bundle, group, index) for index in indices]
         args = [(rank, count, self.device) for rank in range(count)]
         return self._launch(name, factory, args, options.__getitem__, env, [group])
 
@@ -285,7 +283,6 @@ class RayCluster(Cluster):
         return group
 
     def _bundle(self, gpus: int) -> dict[str, float]:
-        """Return the resources of one process: a CPU and, on GPUs, `gpus` GPUs."""
         return {"CPU": 1, **({"GPU": gpus} if self.device == "cuda" and gpus else {})}
 
     def _bundles(self, engines: int) -> list[dict[str, float]]:
@@ -296,10 +293,8 @@ class RayCluster(Cluster):
         return [self._bundle(gpus=1)] * ranks + [self._bundle(size)] * (0 if shares else engines)
 
     def _place_separately(self, bundle: dict[str, float], count: int) -> list[PlacementGroup]:
-        """Return `count` placement groups, on the nodes that Ray would choose for one group of `count` bundles.
-
-        Each of them can be removed without the others.
-        """
+        """Return `count` placement groups, on the nodes that Ray would choose for one group of `count` bundles. Each of
+        them can be removed without the others."""
         if self._node_health is None or count == 1:
             return self._place([[bundle]] * count)
         (together,) = self._place([[bundle] * count])
@@ -309,10 +304,8 @@ class RayCluster(Cluster):
         return self._place([[bundle]] * count, [{placement.NODE_ID: node} for node in sorted(nodes)])
 
     def _move_from_failed_node(self, placed: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
-        """Place an engine whose node has failed on another node. Without capacity there, the engine waits.
-
-        Ray itself moves a placement group only once it notices the failure, after about a minute.
-        """
+        """Place an engine whose node has failed on another node. Without capacity there, the engine waits. Ray itself
+        moves a placement group only once it notices the failure, after about a minute."""
         if self._node_health is None:
             return
         excluded = self._excluded_nodes()
@@ -328,15 +321,13 @@ class RayCluster(Cluster):
                 LOG.warning("engine %d waits for capacity on another node", engine)
                 # A failed node may be used once it answers again. Until then Ray must not schedule on it, although Ray
                 # may believe that the node has free resources.
-                node_ids = excluded.keys() - (self._recoverable_nodes() - with_capacity)
+                recoverable = {node.id for node in self._node_health.failed() if node.address not in self._drained}
+                node_ids = excluded.keys() - (recoverable - with_capacity)
             placed[engine] = placement.create_placement_group([bundle], placement.exclude_nodes(node_ids))
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors receive the value, arrays without a copy.
-
-        Raises:
-            WorkerError: Ray has died, or its object store is full.
-        """
+        WorkerError: Ray has died, or its object store is full."""
         self._timeouts.check_cluster()
         try:
             with SIGNALS.deferred():
@@ -349,11 +340,8 @@ class RayCluster(Cluster):
     def _place(
         self, groups: Sequence[list[dict[str, float]]], labels: Sequence[dict[str, str]] | None = None
     ) -> list[PlacementGroup]:
-        """Return a placement group for each list of bundles, once Ray has scheduled all of them.
-
-        Args:
-            labels: node labels of each group. None: any node that is not excluded.
-        """
+        """Return a placement group for each list of bundles, once Ray has scheduled all of them, on nodes with these
+        labels, or on any that is not excluded."""
         self._timeouts.check_cluster()
         placed: list[PlacementGroup] = []
         requested, end = None, time.monotonic() + self._placement_timeout_s
@@ -361,14 +349,9 @@ class RayCluster(Cluster):
             while time.monotonic() < end:
                 allowed = labels or [placement.exclude_nodes(self._excluded_nodes())] * len(groups)
                 with SIGNALS.deferred():
-                    if allowed != requested and all(
-                        map(placement.is_settled, placed)
-                    ):  # the set of usable nodes changed
+                    if allowed != requested and all(map(placement.is_settled, placed)):  # other nodes are usable
                         placement.remove(placed)
-                        placed = [
-                            placement.create_placement_group(bundles, label)
-                            for bundles, label in zip(groups, allowed, strict=True)
-                        ]
+                        placed = list(map(placement.create_placement_group, groups, allowed))
                         requested = allowed
                     if allowed == requested and (
                         all(group.wait(time_limits.POLL_INTERVAL_S) for group in placed)
@@ -389,15 +372,9 @@ class RayCluster(Cluster):
             "trainer.placement_timeout_s if nodes have not started yet"
         )
 
-    def _recoverable_nodes(self) -> set[str]:
-        """Return the ids of the excluded nodes that are usable again as soon as they answer."""
-        return {node.id for node in self._node_health.failed() if node.address not in self._drained}
-
     def _excluded_nodes(self) -> dict[str, str]:
-        """Return the ids of the nodes on which no process is placed, each with the reason.
-
-        A node is excluded while it fails (Ray itself may not have noticed yet), or if it is drained.
-        """
+        """Return the ids of the nodes on which no process is placed, each with the reason. A node is excluded while it
+        fails (Ray itself may not have noticed yet), or if it is drained."""
         if self._node_health is None:
             return {}
         with SIGNALS.deferred():

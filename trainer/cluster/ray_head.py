@@ -43,13 +43,8 @@ _SOCKET_BYTES = 107  # Linux's limit for the path of a socket
 
 
 class RayHead:
-    """Begins to start the cluster. `connect` waits until it runs, and `close` ends it at any time.
-
-    Args:
-        tmpdir: directory for temporary files (see `check_tmpdir`).
-        num_cpus: logical CPUs.
-        object_store_bytes: size of the object store. None: Ray's default.
-    """
+    """Begins to start the cluster, with files in `tmpdir` (see `check_tmpdir`) and an object store of Ray's default
+    size if none is given. `connect` waits until it runs, and `close` ends it at any time."""
 
     def __init__(self, tmpdir: str, num_cpus: int, object_store_bytes: int | None):
         self._private = PrivateDirectory(tmpdir, "trainer-ray-", 4)
@@ -69,23 +64,12 @@ class RayHead:
 
     @classmethod
     def of_job(cls, cfg: Config, device: str) -> RayHead:
-        """Begin to start the cluster of a job.
-
-        Args:
-            device: `cuda` or `cpu`.
-
-        Raises:
-            UserError: Ray cannot start on this machine.
-        """
+        """Begin to start the cluster of a job. UserError: Ray cannot start on this machine."""
         slots = max(os.cpu_count() or 1, slots_needed(cfg))
         return cls(check_tmpdir(), slots, CPU_OBJECT_STORE_BYTES if device == "cpu" else None)
 
     def connect(self) -> str:
-        """Wait until Ray runs. Return the address at which the driver connects to it.
-
-        Raises:
-            WorkerError: Ray does not start. The message contains Ray's reason.
-        """
+        """Wait until Ray runs. Return the address for the driver. WorkerError: Ray does not start, and why."""
         _reload_environment(True)
         _silence_ray_errors()
         answer = self._answer()
@@ -99,11 +83,8 @@ class RayHead:
         return answer["address"]
 
     def _watch_supervisor(self) -> None:
-        """Exit with a message when the supervisor dies.
-
-        The kernel kills Ray together with the supervisor. Then Ray's C++ code ends this process within milliseconds,
-        without a message.
-        """
+        """Exit with a message when the supervisor dies. The kernel kills Ray together with the supervisor. Then Ray's
+        C++ code ends this process within milliseconds, without a message."""
         assert self._supervisor.stdout is not None
         self._supervisor.stdout.read()
         if not self._is_closing:
@@ -111,7 +92,6 @@ class RayHead:
             os._exit(1)
 
     def failed_process(self) -> str | None:
-        """Return the name of a process of Ray that has died, or None if all run."""
         if self._supervisor.poll() is not None:
             return "supervisor"
         return next((name for name, process in self._daemons.items() if not is_running(process)), None)
@@ -140,7 +120,7 @@ class RayHead:
         self._is_closed = True
 
     def save_logs(self, target: str) -> None:
-        """Copy Ray's logs, which `close` removes, to the directory `target`. Replaces earlier logs."""
+        """Copy Ray's logs, which `close` removes, to the directory `target`, in place of earlier ones."""
         logs = os.path.join(self.directory, "ray", "session_latest", "logs")
         with contextlib.suppress(OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
@@ -174,7 +154,6 @@ def _set_environment() -> dict[str, str | None]:
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
-    """Set environment variables; None removes one."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -204,11 +183,7 @@ def _silence_ray_errors() -> None:
 
 
 def check_tmpdir() -> str:
-    """Return the directory for temporary files, after checking that Ray can start there.
-
-    Raises:
-        UserError: the directory is not writable, or its path is too long for a socket.
-    """
+    """Return the directory for temporary files. UserError: not writable, or its path is too long for a socket."""
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
     directory = os.environ.get(name, "/tmp")
     remedy = "set RAY_TMPDIR to another directory, for example one in /tmp"

@@ -14,7 +14,6 @@ FindGpus = Callable[[int], Sequence[Mapping[str, Any]]]
 
 
 def rank_groups(cfg: Config) -> int:
-    """Return the number of worker groups for ranks: one for all roles; 0: no ranks are needed."""
     return int(cfg.task.trains)
 
 
@@ -29,11 +28,7 @@ def slots_needed(cfg: Config) -> int:
 
 
 def check_gpus(cfg: Config, available: int) -> None:
-    """Check that there are enough GPUs for ranks and engines.
-
-    Raises:
-        UserError: more GPUs are needed than `available`.
-    """
+    """Raise a `UserError` if ranks and engines need more than the `available` GPUs."""
     t, r = cfg.trainer, cfg.rollout
     ranks = t.num_workers * rank_groups(cfg)
     engines = cfg.num_engines * gpus_per_engine(cfg, "cuda") if cfg.num_engines else 0
@@ -51,13 +46,8 @@ def check_gpus(cfg: Config, available: int) -> None:
 
 
 def by_node(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundle indices, sorted so that those of one node follow one another.
-
-    Ranks that shard together, and the GPUs of one engine, must be neighbours.
-
-    Args:
-        nodes: the node of each bundle. Ray does not promise any order.
-    """
+    """Return the bundle indices, sorted so that those of one node (`nodes` has that of each) follow one another: ranks
+    that shard together, and the GPUs of one engine, must be neighbours, and Ray does not promise any order."""
     first: dict[str, int] = {}
     for index in sorted(nodes):
         first.setdefault(nodes[index], index)
@@ -65,14 +55,12 @@ def by_node(nodes: Mapping[int, str]) -> list[int]:
 
 
 def max_world_size(cfg: Config, device: str, free: Sequence[Mapping[str, float]], engines: int) -> int:
-    """Return the largest number of ranks that the cluster has capacity for, at most `trainer.num_workers`.
+    """Return the largest number of ranks that the cluster has capacity for, at most `trainer.num_workers`: a multiple
+    of what the layout needs, or 0.
 
     Args:
         free: for each node, the CPUs and GPUs that no job holds.
         engines: number of engines that are not placed yet.
-
-    Returns:
-        A multiple of the number of ranks that the layout needs. 0: the capacity is too small for any.
     """
     t, on_gpus = cfg.trainer, device == "cuda"
     size = gpus_per_engine(cfg, device) if on_gpus else 1
@@ -103,11 +91,7 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_environment(device: str, environment: Mapping[str, str], deterministic: bool = False) -> dict[str, str]:
-    """Return the variables of ranks that follow from the device (`cuda` or `cpu`) and the driver's `environment`.
-
-    Args:
-        deterministic: `trainer.deterministic`.
-    """
+    """Return the variables of ranks that follow from the device (`cuda` or `cpu`) and the driver's `environment`."""
     if device == "cpu":
         return {**STABLE_KERNELS, "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")}
     return {

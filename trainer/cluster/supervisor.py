@@ -48,8 +48,11 @@ def main() -> None:
         answer = _start_ray(os.path.join(directory, "ray"), options)
         signal.signal(signal.SIGTERM, end)  # Ray's C++ code has installed its own handler
         daemons.update(answer.get("daemons", {}))
-        _send(answer)
-        if _wait_for_driver() == END:
+        os.write(1, json.dumps(answer).encode() + b"\n")
+        last = b""
+        while data := os.read(0, 1024):  # until the driver closes the pipe or dies
+            last = data
+        if last == END:
             daemons.clear()
     finally:
         end()
@@ -66,31 +69,13 @@ def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     if os.environ.get("RAY_USAGE_STATS_ENABLED") != "1":  # it sends the reports, and Ray waits until it has started
         Node.start_api_server = lambda *_, **__: None
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=directory,
-            **options,
-        )
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        ray.init(address="local", _temp_dir=directory, **quiet, **options)
     except Exception as error:
         return {"error": " ".join(str(error).split())[:1000]}
     daemons = {child.name(): child.pid for child in psutil.Process().children()}
     named = {name: pid for name, pid in daemons.items() if name in ("gcs_server", "raylet")}
     return {"address": ray.get_runtime_context().gcs_address, "daemons": named}
-
-
-def _send(answer: dict[str, Any]) -> None:
-    os.write(1, json.dumps(answer).encode() + b"\n")
-
-
-def _wait_for_driver() -> bytes:
-    """Wait until the driver closes the pipe or dies. Return the last bytes that it has written."""
-    data = b""
-    while chunk := os.read(0, 1024):
-        data = chunk
-    return data
 
 
 def _report_dead_daemon(daemons: dict[str, int]) -> None:
@@ -135,7 +120,6 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def end_all(processes: list[psutil.Process]) -> None:
-    """Kill the processes that still run."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -83,11 +83,8 @@ class ThreadCluster(LocalCluster):
 class WorkerThread:
     """Hosts one object. Each of the channels "call" and "background" has its own thread.
 
-    The result of a call is a future of `(has_failed, payload)`, as that of a process.
-
-    Args:
-        exclusive: held while an object is built or called. Libraries that build models replace functions of torch
-            meanwhile.
+    The result of a call is a future of `(has_failed, payload)`, as that of a process. `exclusive` is held while an
+    object is built or called: libraries that build models replace functions of torch meanwhile.
     """
 
     def __init__(self, name: str, factory: Callable[..., Any], args: tuple, exclusive: AbstractContextManager):
@@ -100,7 +97,6 @@ class WorkerThread:
             threading.Thread(target=self._serve, args=work, name=f"{name} {channel}", daemon=True).start()
 
     def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
-        """Begin a call."""
         call: Future = Future()
         if channel == "heartbeat":
             own = {"pid": os.getpid(), "is_built": self._object.done()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -38,29 +39,19 @@ _ECHO_SIGNS = ("Connection closed", "Connection reset", "gloo", "NCCL", "recvByt
 class Timeouts:
     """How long the driver waits for processes."""
 
-    heartbeat_s: float
-    """Age of a heartbeat, in seconds, after which a process counts as dead."""
-    rpc_s: float
-    """Longest duration of one call, in seconds."""
+    heartbeat_s: float  # age of a heartbeat, in seconds, after which a process counts as dead
+    rpc_s: float  # longest duration of one call, in seconds
     failed_process: Callable[[], str | None] = lambda: None
     """Returns the name of a process of the cluster that has died, or None if all run."""
     failed_nodes: Callable[[], Mapping[str, str]] = dict
     """Returns the addresses of failed nodes, each with the reason."""
 
     def heartbeat_limit_s(self, is_starting: bool) -> float:
-        """Return the age of a heartbeat, in seconds, after which a process counts as dead.
-
-        Args:
-            is_starting: the object of the process is not built yet.
-        """
+        """Return the age of a heartbeat, in seconds, after which a process counts as dead."""
         return max(self.heartbeat_s, time_limits.IMPORTS_S) if is_starting else self.heartbeat_s
 
     def check_cluster(self) -> None:
-        """Check that all processes of the cluster run. Otherwise a call of Ray could hang or end this process.
-
-        Raises:
-            WorkerError: a process of the cluster has died.
-        """
+        """Raise a `WorkerError` if a process of the cluster has died: a call of Ray could hang or end this process."""
         if process := self.failed_process():
             raise WorkerError(f"{process} died, and the job with it", "restart it with the same command", "cluster")
 
@@ -69,12 +60,9 @@ class Cluster(ABC):
     """Starts the worker groups of a job: `ray_cluster.RayCluster`, or one that uses this machine alone. A context
     manager: no process outlives the block."""
 
-    device: str
-    """`cuda` or `cpu`."""
-    object_store_bytes = 0
-    """Shared memory that stored values may use, in bytes."""
-    is_local = True
-    """All processes are on this machine, so that ranks meet at a file."""
+    device: str  # `cuda` or `cpu`
+    object_store_bytes = 0  # shared memory that stored values may use, in bytes
+    is_local = True  # all processes are on this machine, so that ranks meet at a file
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -88,22 +76,15 @@ class Cluster(ABC):
 
     @abstractmethod
     def launch_ranks(self, name: str, factory: Any, env: dict[str, str], count: int | None = None) -> WorkerGroup:
-        """Start `count` processes that host `factory(rank, world_size, device)`, each with a GPU or a CPU. Does not
-        wait.
-
-        Args:
-            count: None: `trainer.num_workers`.
-        """
+        """Start `count` processes (None: `trainer.num_workers`) that host `factory(rank, world_size, device)`, each
+        with a GPU or a CPU. Does not wait."""
 
     @abstractmethod
     def launch_engines(
         self, factory: Any, args: Sequence[tuple], env: dict[str, str], find_gpus: FindGpus | None = None
     ) -> WorkerGroup:
-        """Start a process for each of `args`, which hosts `factory(*args)`. Does not wait.
-
-        Args:
-            find_gpus: returns the ranks whose GPUs an engine uses. None: engines have their own GPUs.
-        """
+        """Start a process for each of `args`, which hosts `factory(*args)`. Does not wait. `find_gpus` returns the
+        ranks whose GPUs an engine uses. None: engines have their own GPUs."""
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         """Return whether at least one worker of `group` is scheduled. After a node failure it may have to wait."""
@@ -137,31 +118,18 @@ class Backend(Protocol):
                 and while the object is built. It returns `pid`, `host` (the address of the node), `node` (its id),
                 `gpus` (their ids) and `is_built`.
         """
-        ...
 
     def wait(self, tickets: list[Any], timeout_s: float) -> list[Any]:
         """Wait at most `timeout_s` until a call is done. Return the tickets of the calls that are done."""
-        ...
 
     def get(self, ticket: Any, name: str) -> Any:
-        """Return the result of a call that is done, or raise the exception that the user should see.
-
-        Args:
-            name: name of the worker, for messages.
-        """
-        ...
+        """Return the result of a call that is done, or raise the exception that the user should see."""
 
     def has_started(self, process: Any) -> bool:
         """Return whether the process has been started. Before that, it may wait for capacity."""
-        ...
 
     def kill(self, process: Any, process_id: tuple[int, str] | None) -> None:
-        """Kill the process, even if it is stopped.
-
-        Args:
-            process_id: pid and address of the node, or None if they are not known.
-        """
-        ...
+        """Kill the process, even if it is stopped. `process_id`: pid and address of the node, if they are known."""
 
 
 class _Worker:
@@ -174,8 +142,7 @@ class _Worker:
         self._heartbeat, self._sent_at = self._send_heartbeat(), time.monotonic()
         self.process_id: tuple[int, str] | None = None
         """Pid and address of the node, once the process has answered."""
-        self.is_starting = True
-        """Whether the object may still be under construction."""
+        self.is_starting = True  # whether the object may still be under construction
         self._warned = False
         self._lock = threading.Lock()
 
@@ -191,7 +158,9 @@ class _Worker:
         with self._lock:
             now = time.monotonic()
             if self._heartbeat is not None and self.backend.wait([self._heartbeat], 0):
-                self._receive_heartbeat()
+                with contextlib.suppress(Exception):  # it died: the running call raises the reason
+                    self._receive_heartbeat(self.backend.get(self._heartbeat, self.name))
+                self._heartbeat, self._warned = None, False
             if self._heartbeat is None and now - self._sent_at > time_limits.HEARTBEAT_INTERVAL_S:
                 self._heartbeat, self._sent_at = self._send_heartbeat(), now
             if self.process_id is None and not self.backend.has_started(self.process):
@@ -205,28 +174,17 @@ class _Worker:
     def _send_heartbeat(self) -> Any:
         return self.backend.begin(self.process, "heartbeat", "", (), {})
 
-    def _receive_heartbeat(self) -> None:
-        try:
-            answer = self.backend.get(self._heartbeat, self.name)
-        except Exception:
-            pass  # it died: the running call raises the reason
-        else:
-            self.process_id = answer["pid"], answer["host"]
-            self.is_starting &= not answer["is_built"]  # this answer may be older than the end of the construction
-            if self._warned:
-                LOG.warning("%s answers again", self)
-        self._heartbeat, self._warned = None, False
+    def _receive_heartbeat(self, answer: Mapping[str, Any]) -> None:
+        self.process_id = answer["pid"], answer["host"]
+        self.is_starting &= not answer["is_built"]  # this answer may be older than the end of the construction
+        if self._warned:
+            LOG.warning("%s answers again", self)
 
     def warn_unresponsive(self, heartbeat_age_s: float, limit_s: float) -> None:
         """Log a warning, once for each late heartbeat."""
         if not self._warned:
             self._warned = True
-            LOG.warning(
-                "%s has not answered for %.0f s; after %g s it counts as dead",
-                self,
-                heartbeat_age_s,
-                limit_s,
-            )
+            LOG.warning("%s has not answered for %.0f s; after %g s it counts as dead", self, heartbeat_age_s, limit_s)
 
 
 class WorkerGroup:
@@ -234,9 +192,7 @@ class WorkerGroup:
 
     Args:
         name: name of a worker in messages, before its index.
-        count: number of workers.
-        launch: begins to start the process of a worker, by its index. Returns the process in the form that `backend`
-            uses.
+        launch: begins to start the process of a worker, by its index. Returns the process as `backend` uses it.
     """
 
     def __init__(self, name: str, count: int, launch: Callable[[int], Any], backend: Backend, timeouts: Timeouts):
@@ -288,7 +244,6 @@ class WorkerGroup:
         self.workers[worker : worker + 1] = [_Worker(name, process, backend)]
 
     def kill(self) -> None:
-        """Kill the processes of all workers."""
         for worker in self.workers:
             worker.end()
         self.workers = []
@@ -305,19 +260,14 @@ class WorkerGroup:
 class _Call:
     """A running call of one worker."""
 
-    index: int
-    """Index of the worker in its group."""
+    index: int  # index of the worker in its group
     worker: _Worker
     started_at: float
 
 
 class CallFutures:
-    """Running calls of workers of a group. More calls may begin while others run.
-
-    Args:
-        channel: see `Backend.begin`. With `background`, a thread other than the training loop may wait for the results.
-            The training loop itself handles stop requests.
-    """
+    """Running calls of workers of a group. More calls may begin while others run. On the channel `background`, a thread
+    other than the training loop may wait for the results: the loop itself handles stop requests."""
 
     def __init__(self, group: WorkerGroup, channel: str = "call"):
         self._group = group
@@ -326,7 +276,6 @@ class CallFutures:
         self._health_checked_at = time.monotonic()
 
     def begin(self, worker: int, method: str, *args: Any, **kwargs: Any) -> None:
-        """Begin to call `method` on one worker."""
         group, target = self._group, self._group.workers[worker]
         group.timeouts.check_cluster()
         spans = {WANTED: True} if TRACER.is_on and self._channel in ("call", "background") else {}
@@ -345,9 +294,7 @@ class CallFutures:
         return [results[index] for index in sorted(results)]
 
     def completed(self) -> Iterator[tuple[int, Any]]:
-        """Yield the index of the worker and the result of each call as it ends, until no call runs.
-
-        A failure is raised within seconds, without waiting for the other workers.
+        """Yield the index of the worker and the result of each call as it ends. A failure is raised within seconds.
 
         Raises:
             Exception: the exception of the worker that failed, with the name of the worker in a note.
@@ -370,13 +317,8 @@ class CallFutures:
     def poll(
         self, timeout_s: float | None = None, check_health: bool = True
     ) -> list[tuple[int, Any, Exception | None]]:
-        """Wait briefly. Return the index of the worker, the result and the failure of each call that has ended.
-
-        A call whose worker does not answer, or that takes too long, ends with a failure.
-
-        Args:
-            timeout_s: how long to wait. None: `POLL_INTERVAL_S`.
-            check_health: check that workers answer.
+        """Wait briefly. Return the index of the worker, the result and the failure of each call that has ended. A call
+        whose worker does not answer (if that is checked), or that takes too long, ends with a failure.
 
         Raises:
             WorkerError: the cluster failed.
@@ -407,7 +349,7 @@ class CallFutures:
         return outcomes
 
     def _wait(self, timeout_s: float) -> list[Any]:
-        """Wait at most `timeout_s` until a call is done; return the tickets of those that are."""
+        """Wait until a call is done, at most so long; return the tickets of those that are."""
         tickets: dict[Any, list[Any]] = {}  # by backend
         for ticket, call in self._calls.items():
             tickets.setdefault(call.worker.backend, []).append(ticket)
@@ -463,22 +405,15 @@ def _cause_priority(error: Exception) -> int:
 
 
 def prepare_process(address: str) -> None:
-    """Prepare this process to host a worker on the node with `address`.
-
-    Failed writes to stdout or stderr do not end the process. Process groups use the network interface with `address`,
-    unless the user has chosen another one.
-    """
+    """Prepare this process to host a worker on the node with `address`: failed writes to stdout or stderr do not end
+    it, and process groups use the network interface with `address`, unless the user has chosen another one."""
     guard_output()  # user functions print too
     show_messages()
     use_network_of(address, os.environ)
 
 
 def failure_of(cause: BaseException, name: str, trace: str) -> Exception:
-    """Return the exception that the driver raises for `cause`, which the worker `name` raised.
-
-    Args:
-        trace: traceback of the worker as text.
-    """
+    """Return the exception that the driver raises for `cause`, which the worker `name` raised with this traceback."""
     if isinstance(cause, UserError):
         return cause
     if not isinstance(cause, Exception):

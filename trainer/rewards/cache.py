@@ -27,11 +27,8 @@ def key_of(url: str, given: Mapping[str, Any]) -> str:
 
 
 class RewardCache:
-    """The file `{run_dir}/rewards.jsonl`: a line for each answer. Lines are only appended. Any thread may use it.
-
-    Args:
-        fence: raises when this process no longer holds the run directory; then nothing is written there.
-    """
+    """The file `{run_dir}/rewards.jsonl`: a line for each answer. Lines are only appended, while `fence` does not
+    raise. Any thread may use it."""
 
     def __init__(self, run_dir: str, fence: Callable[[], None] = lambda: None):
         self._path = os.path.join(run_dir, CACHE_FILE)
@@ -41,7 +38,6 @@ class RewardCache:
         self._lock = threading.Lock()
 
     def find(self, keys: Iterable[str]) -> dict[str, Result]:
-        """Return the results of those that have been answered."""
         with self._lock:
             known = self._load()
             return {key: known[key] for key in keys if key in known}

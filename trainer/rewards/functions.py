@@ -81,10 +81,8 @@ _REPEATING = re.compile(
 
 
 def math(completion: str, answer: str) -> float:
-    """1 if math-verify finds the completion's answer (boxed, or the last expression) equal to the reference, else 0.
-
-    If math-verify does not read or compare it within 5 s, the answer counts as wrong.
-    """
+    """1 if math-verify finds the completion's answer (boxed, or the last expression) equal to the reference, else 0. If
+    math-verify does not read or compare it within 5 s, the answer counts as wrong."""
     if completion.strip() == answer.strip() != "":  # math-verify does not find `x^2+1` without delimiters
         return 1.0
     from math_verify import parse, verify
@@ -133,25 +131,13 @@ def reasoning_gym(completion: str, answer: str, row: Mapping[str, Any]) -> float
     return reasoning_tasks.score(completion, row)
 
 
-REWARDS: dict[str, Reward] = {
-    "gsm8k": gsm8k,
-    "math": math,
-    "arithmetic": arithmetic,
-    "reverse_text": reverse_text,
-    "reasoning_gym": reasoning_gym,
-}
-
-
-REMOTE = "remote"
-"""The name of the reward that the server at `reward.url` computes."""
+REWARDS: dict[str, Reward] = {one.__name__: one for one in (gsm8k, math, arithmetic, reverse_text, reasoning_gym)}
+REMOTE = "remote"  # the name of the reward that the server at `reward.url` computes
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the reward function `name`: one of `REWARDS`, or an import path `package.module:function`.
-
-    Raises:
-        UserError: there is no such function.
-    """
+    """Return the reward function `name`: one of `REWARDS`, or an import path `package.module:function`. UserError:
+    there is no such function."""
     if name in REWARDS:
         return REWARDS[name]
     return import_function(name, "reward.name", known=[*REWARDS, REMOTE])

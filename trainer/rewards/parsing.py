@@ -10,14 +10,12 @@ from typing import Any
 from trainer.errors import describe_error, one_line
 from trainer.sandbox.limits import LARGEST_REWARD, MAX_TERMS
 
-Terms = dict[str, float]
-"""What a reward consists of, by name. A plain number has the name ""."""
+Terms = dict[str, float]  # what a reward consists of, by name. A plain number has the name "".
 _PART = re.compile(r"[\w.-]{1,64}")
 _PATH = re.compile(r"(?=.{1,64}$)[\w.-]++(/[\w.-]++)*+")
 
 
 def read_value(value: Any) -> Terms | str:
-    """Return the terms of a reward, or the reason why it is none."""
     if isinstance(value, str) or not isinstance(value, Mapping):
         number = read_number(value)
         return number if isinstance(number, str) else {"": number}
@@ -30,11 +28,8 @@ def read_value(value: Any) -> Terms | str:
 
 
 def read_terms(value: Any, paths: bool = False) -> Terms | str:
-    """Return named numbers, or the reason why they are none.
-
-    Args:
-        paths: a name may have a slash between letters, and there may be more of them.
-    """
+    """Return named numbers, or the reason why they are none. `paths`: a name may have a slash between letters, and
+    there may be more of them."""
     if not isinstance(value, Mapping):
         return one_line(f"are a {type(value).__name__}, not a dict")
     try:
@@ -59,7 +54,6 @@ def _read_terms(value: Mapping[Any, Any], names: re.Pattern[str], more: str) -> 
 
 
 def read_values(values: Any, count: int) -> list[Terms | str]:
-    """Return the terms, or the reason, for each completion of a group."""
     try:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
             return [one_line(f"returned {type(values).__name__}, which is not a list of rewards")] * count
@@ -71,11 +65,7 @@ def read_values(values: Any, count: int) -> list[Terms | str]:
 
 
 def read_number(value: Any, verb: str = "returned") -> float | str:
-    """Return the number, or the reason why it cannot be a reward.
-
-    Args:
-        verb: what comes before its type in the reason.
-    """
+    """Return the number, or the reason, `verb` and its type, why it cannot be a reward."""
     try:
         if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
             return one_line(f"{verb} {type(value).__name__}, which is not a number")

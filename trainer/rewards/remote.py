@@ -19,8 +19,7 @@ WANTED = ("completion", "answer", "prompt", "messages", "row", "status")
 _LARGEST_ANSWER = 1 << 20
 _LONGEST_REFUSAL = 500
 _BACKOFF = tenacity.wait_exponential(multiplier=0.25, max=30) + tenacity.wait_random(0, 0.25)
-_PASSING = (408, 425, 429)
-"""Refusals that may pass, besides all errors of the server (5xx)."""
+_PASSING = (408, 425, 429)  # refusals that may pass, besides all errors of the server (5xx)
 
 
 class _Failure(Exception):
@@ -28,12 +27,11 @@ class _Failure(Exception):
 
 
 class _Passing(_Failure):
-    """The request has failed, and may succeed later."""
+    """The request has failed, and may succeed later; the server asks to wait `after_s` before the next one."""
 
     def __init__(self, reason: str, after_s: float = 0.0):
         super().__init__(reason)
         self.after_s = after_s
-        """What the server asks for before the next request."""
 
 
 class RemoteReward:
@@ -45,8 +43,7 @@ class RemoteReward:
     """
 
     signature = RewardSignature(WANTED, is_async=True)
-    limit_s = None
-    """`timeout_s` counts, and what the server said last is the reason."""
+    limit_s = None  # `timeout_s` counts, and what the server said last is the reason
 
     def __init__(self, url: str, timeout_s: float, authorization_env: str | None):
         self._url = url
@@ -70,7 +67,6 @@ class RemoteReward:
         return [[one_line(reason)]] * len(calls)
 
     def line_of(self, error: BaseException) -> str:
-        """Return nothing: `compute` catches its errors."""
         return ""
 
     def _read(self, value: Any) -> Terms | str:

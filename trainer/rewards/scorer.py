@@ -24,53 +24,46 @@ class Scoring(Protocol):
     """The rewards of groups that begin together."""
 
     async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
-        """Return the rewards of episodes of one group: all of them if `Scorer.wants_groups`.
-
-        Args:
-            order: of the group, among those that begin together.
-        """
-        ...
+        """Return the rewards of episodes of the group with this `order`: all of them if `Scorer.wants_groups`."""
 
 
 class Scorer(Protocol):
-    """Gives rewards to episodes. A task builds it; `trainer.rewards.scoring.RewardPool` calls reward functions.
-
-    A context manager: the processes that it needs run inside.
-    """
+    """Gives rewards to episodes. A task builds it; `trainer.rewards.scoring.RewardPool` calls reward functions. A
+    context manager: the processes that it needs run inside."""
 
     @property
-    def uses_ranks(self) -> bool:
-        """Whether it computes on the ranks."""
-        ...
+    def uses_ranks(self) -> bool: ...
 
     @property
     def wants_groups(self) -> bool:
-        """Whether it needs whole groups: so it is for a scorer that does not say it.
-
-        Otherwise episodes are scored and recorded one by one, as they end.
-        """
+        """Whether it needs whole groups, as a scorer does that does not say it. Otherwise episodes are scored and
+        recorded one by one, as they end."""
         return True
 
     def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AbstractAsyncContextManager[Scoring]:
-        """Score the episodes of `groups` groups in the block, on an event loop. Several blocks may run.
-
-        Args:
-            purpose: names what the rewards are for, in messages.
-        """
-        ...
+        """Score the episodes of `groups` groups in the block, on an event loop. Several blocks may run. `purpose` names
+        what the rewards are for, in messages."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: Any) -> None: ...
 
 
-class RankScorer(AbstractContextManager["RankScorer"]):
-    """Gives each episode what a reward model on the ranks says of it after its last token.
+def _last_samples(inputs: Sequence[RewardInput]) -> list[Sample]:
+    return [given.episode.samples[-1] for given in inputs if given.episode is not None]
 
-    Args:
-        role: the reward model, a role with the head `score`. The rewards are logged under this name.
-        last_scores: of the learner; returns what the role gives each sample.
-    """
+
+def _named(name: str, rewards: list[float]) -> Scores:
+    return Scores(rewards, [Terms({name: reward}) for reward in rewards], [""] * len(rewards))
+
+
+class _ModelScorer(AbstractContextManager["_ModelScorer"]):
+    def __exit__(self, *exception: Any) -> None:
+        """Nothing was started."""
+
+
+class RankScorer(_ModelScorer):
+    """Gives each episode the score of the reward model `role` on the ranks after its last token."""
 
     uses_ranks = True
     wants_groups = True
@@ -83,13 +76,8 @@ class RankScorer(AbstractContextManager["RankScorer"]):
     async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
         yield _RankScoring(self._role, self._last_scores, groups, on_ranks)
 
-    def __exit__(self, *exception: Any) -> None:
-        """Nothing was started."""
-
 
 class _RankScoring:
-    """The ranks score all groups together, when the last one has ended."""
-
     def __init__(
         self, role: str, last_scores: Callable[[str, Sequence[Sample]], np.ndarray], groups: int, on_ranks: OnRanks
     ):
@@ -101,14 +89,13 @@ class _RankScoring:
         self._rewards: asyncio.Future[dict[int, list[float]]] = asyncio.get_running_loop().create_future()
 
     async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
-        self._samples[order] = [given.episode.samples[-1] for given in inputs if given.episode is not None]
+        self._samples[order] = _last_samples(inputs)
         if len(self._samples) == self._groups:
             try:
                 self._rewards.set_result(await self._on_ranks(self._compute))
             except Exception as error:
                 self._rewards.set_exception(error)
-        rewards = (await asyncio.shield(self._rewards))[order]
-        return Scores(rewards, [Terms({self._role: reward}) for reward in rewards], [""] * len(rewards))
+        return _named(self._role, (await asyncio.shield(self._rewards))[order])
 
     def _compute(self) -> dict[int, list[float]]:
         groups = sorted(self._samples.items())
@@ -116,13 +103,9 @@ class _RankScoring:
         return {order: [next(rewards) for _ in samples] for order, samples in groups}
 
 
-class ServerScorer(AbstractContextManager["ServerScorer"]):
-    """Gives each episode what a reward model on a server says of it after its last token, as `RankScorer` does.
-
-    Args:
-        name: the rewards are logged under this name.
-        cache: answers that a run has got. A resume, and later steps, take them from there.
-    """
+class ServerScorer(_ModelScorer):
+    """Gives each episode what a reward model on a server says of it after its last token, as `RankScorer` does. A
+    resume, and later steps, take answers from the cache."""
 
     uses_ranks = False
     wants_groups = False
@@ -136,13 +119,9 @@ class ServerScorer(AbstractContextManager["ServerScorer"]):
     async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
         yield self
 
-    def __exit__(self, *exception: Any) -> None:
-        """Nothing was started."""
-
     async def score(self, order: int, inputs: Sequence[RewardInput]) -> Scores:
-        samples = [given.episode.samples[-1] for given in inputs if given.episode is not None]
-        rewards = await asyncio.to_thread(self._compute, [one.token_ids[: one.scored_length] for one in samples])
-        return Scores(rewards, [Terms({self._name: reward}) for reward in rewards], [""] * len(rewards))
+        sequences = [sample.token_ids[: sample.scored_length] for sample in _last_samples(inputs)]
+        return _named(self._name, await asyncio.to_thread(self._compute, sequences))
 
     def _compute(self, sequences: Sequence[np.ndarray]) -> list[float]:
         keys = [key_of(self._server.weights, {"token_ids": ids.tolist()}) for ids in sequences]

@@ -17,26 +17,19 @@ from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, Sco
 from trainer.sandbox import pool
 from trainer.sandbox.pool import Calls, WorkerPool
 
-Results = dict[RewardFunction, dict[Call, Result]]
-"""The result of each call of each reward."""
+Results = dict[RewardFunction, dict[Call, Result]]  # the result of each call of each reward
 
 
 def make_scorer(cfg: Config, cache: RewardCache) -> Scorer:
     """Return what gives the rewards of a config without ranks: a reward model on a server, or the reward functions.
-
-    Raises:
-        UserError: there is no such reward, or it wants what no reward gets.
-    """
+    UserError: there is no such reward, or it wants what no reward gets."""
     model = next((spec for spec in cfg.servers if spec.name == REWARD_MODEL), None)
     return RewardPool(cfg.reward, cache) if model is None else ServerScorer(model.name, model.server, cache)
 
 
 class RewardPool(WorkerPool):
-    """A `Scorer`: `reward.num_processes` processes that call reward functions. A context manager.
-
-    Raises:
-        UserError: there is no such reward, or it wants what no reward gets.
-    """
+    """A `Scorer`: `reward.num_processes` processes that call reward functions. A context manager. UserError: there is
+    no such reward, or it wants what no reward gets."""
 
     uses_ranks = False
 
@@ -61,7 +54,6 @@ class RewardPool(WorkerPool):
 
     @asynccontextmanager
     async def open(self, purpose: str, groups: int, on_ranks: OnRanks) -> AsyncIterator[Scoring]:
-        """Compute rewards in the block, on an event loop (see `Scorer.open`)."""
         async with self.calls() as calls:
             yield _GroupScoring(self, calls)
 

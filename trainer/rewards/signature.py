@@ -12,18 +12,13 @@ from trainer.errors import UserError
 NAMES = ("completion", "completions", "answer", "prompt", "messages", "row", "status")
 """The parameters that a reward function can have (docs/rewards.md says what each holds)."""
 _VALID = f"valid are {', '.join(NAMES)}; give others a default"
-_OF_ONE = tuple(name for name in NAMES if name != "completions")
-"""What a function with `**options` gets."""
+_OF_ONE = tuple(name for name in NAMES if name != "completions")  # what a function with `**options` gets
 
 
 @dataclass(frozen=True)
 class RewardSignature:
-    """How to call a reward function."""
-
-    names: tuple[str, ...]
-    """Parameters that are given by name."""
-    positional: bool = False
-    """Completion and answer come first, whatever they are called."""
+    names: tuple[str, ...]  # parameters that are given by name
+    positional: bool = False  # completion and answer come first, whatever they are called
     is_async: bool = False
 
     @property
@@ -33,22 +28,16 @@ class RewardSignature:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """All that the function gets."""
         return ("completion", "answer", *self.names) if self.positional else self.names
 
     def call(self, function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """Call `function` with what it wants of `given`."""
         named = {name: given[name] for name in self.names}
         return function(given["completion"], given["answer"], **named) if self.positional else function(**named)
 
 
 def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
-    """Return how to call `function`.
-
-    A function of two parameters that are not in `NAMES` is called with completion and answer.
-
-    Args:
-        key: the config key with its value, for errors.
+    """Return how to call `function`, which `key`, the config key with its value, names. One of two parameters that are
+    not in `NAMES` is called with completion and answer.
 
     Raises:
         UserError: it has a parameter without default that no reward gets.
@@ -64,7 +53,8 @@ def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     if inspect.Parameter.VAR_POSITIONAL in kinds and not slots:  # a wrapper of some function
         return RewardSignature(("row",) if takes_any or "row" in known else (), positional=True, is_async=is_async)
-    unknown = [p.name for p in parameters if _is_required(p) and p.name not in known]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown = [p.name for p in required if p.name not in known]
     first_two = [p.name for p in slots[:2]]
     positional = bool(unknown) and _are_completion_and_answer(first_two, known) and set(unknown) <= set(first_two)
     if unknown and not positional:
@@ -80,11 +70,6 @@ def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     if positional:
         names = {name: None for name in names if name not in ("completion", "answer")}
     return RewardSignature(tuple(names), positional, is_async)
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variable = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in variable
 
 
 def _are_completion_and_answer(first_two: list[str], known: list[str]) -> bool:

@@ -15,8 +15,7 @@ from trainer.rewards.parsing import Terms
 from trainer.rewards.signature import RewardSignature, signature_of
 from trainer.sandbox import limits
 
-COMPLETIONS_PER_REQUEST = 16
-"""Most completions in a request to `reward.url`."""
+COMPLETIONS_PER_REQUEST = 16  # most completions in a request to `reward.url`
 
 
 @dataclass(frozen=True)
@@ -35,26 +34,17 @@ class RewardInput:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a reward: for a completion, or for a group of completions."""
-
-    indices: tuple[int, ...]
-    """The completions, by their index in the list."""
-    given: dict[str, Any]
-    """What the reward gets, by name."""
+    indices: tuple[int, ...]  # the completions, by their index in the list
+    given: dict[str, Any]  # what the reward gets, by name
 
 
 @dataclass(frozen=True, eq=False)
 class RewardFunction:
-    """One of the rewards that `reward.name` names."""
-
-    name: str
-    """As `reward.name` has it."""
-    label: str
-    """Its name in metrics."""
+    name: str  # as `reward.name` has it
+    label: str  # its name in metrics
     weight: float
     signature: RewardSignature
-    batch: int = 1
-    """Calls that a process makes as one batch."""
+    batch: int = 1  # calls that a process makes as one batch
 
     def calls(self, inputs: Sequence[RewardInput], n: int) -> list[Call]:
         """Return the calls that score `inputs`, of which `n` after one another are a group."""
@@ -77,11 +67,7 @@ class RewardFunction:
 
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
-    """Return the rewards of the config.
-
-    Raises:
-        UserError: one of them does not exist, or wants what no reward gets.
-    """
+    """Return the rewards of the config. UserError: one of them does not exist, or wants what no reward gets."""
     names = config.names()
     weights = config.weights or [1.0] * len(names)
     labels = _labels(names)
@@ -115,25 +101,17 @@ Result = list[Terms | str]
 
 @dataclass
 class Scores:
-    """The rewards of completions, in their order."""
-
-    rewards: list[float]
-    """Where a reward failed: 0, or the sum of the terms that did not fail."""
-    terms: list[Terms]
-    """The terms of each reward, before they are weighed."""
-    reasons: list[str]
-    """Why each reward failed; empty for one that did not."""
+    rewards: list[float]  # where a reward failed: 0, or the sum of the terms that did not fail
+    terms: list[Terms]  # the terms of each reward, before they are weighed
+    reasons: list[str]  # why each reward failed; empty for one that did not
 
     def each(self) -> list[tuple[float, Terms, str]]:
-        """Return reward, terms and reason of each completion."""
         return list(zip(self.rewards, self.terms, self.reasons, strict=True))
 
 
 def aggregate(results: Mapping[RewardFunction, Mapping[Call, Result]], total: int) -> Scores:
-    """Return the weighted sums of all rewards for `total` completions.
-
-    A term of the name that another reward has given already is a failure.
-    """
+    """Return the weighted sums of all rewards for `total` completions. A term of the name that another reward has given
+    already is a failure."""
     rewards, terms, reasons = [0.0] * total, [Terms() for _ in range(total)], [""] * total
     for function, group in results.items():
         for call, result in group.items():

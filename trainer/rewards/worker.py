@@ -16,8 +16,6 @@ Results = list[list[Terms | str]]
 
 
 class _Reward:
-    """A reward function in this process."""
-
     def __init__(self, name: str, function: Callable[..., Any], timeout_s: float):
         self.signature = signature_of(function, f"reward.name={name}")
         self.limit_s = timeout_s
@@ -32,17 +30,12 @@ class _Reward:
         return [_read(await value, self.signature, given)]
 
     def line_of(self, error: BaseException) -> str:
-        """Return ` in FILE:LINE`, the last line of the function's own file that `error` has passed; "" if unknown."""
         file = getattr(getattr(inspect.unwrap(self._function), "__code__", None), "co_filename", None)
         return line_of(error, {file})
 
 
 class RewardHandler(Handler):
-    """Makes the calls `[reward, [arguments of a call, …]]`; a reward is its index in `names`.
-
-    Args:
-        remote: arguments of `RemoteReward`.
-    """
+    """Makes the calls `[reward, [arguments of a call, …]]`; a reward is its index in `names`."""
 
     def __init__(self, names: list[str], timeout_s: float, remote: dict[str, Any]):
         self._rewards = [_load(name, timeout_s, remote) for name in names]

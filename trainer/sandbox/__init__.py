@@ -2,5 +2,5 @@
 
 driver (`pool.WorkerPool`) -> reaper (`reaper.main`) -> worker (`worker.serve`) -> processes that user code starts
 
-Programs that the policy writes are not trusted: each runs in a process of its own, closed in (`code_runner`).
+Programs that the policy writes are not trusted: each runs in a process of its own, closed in (`programs`).
 """

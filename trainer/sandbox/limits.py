@@ -13,8 +13,7 @@ CANCEL_S = 5.0
 """Longest time for the end of an agent that was cancelled; then its process is replaced."""
 ASYNC_GRACE_S = 2.0
 """A process stops a call that is `async` by itself. After this time the pool ends the process instead."""
-START_S = 600.0
-"""Longest time for the imports of a process."""
+START_S = 600.0  # longest time for the imports of a process
 MAX_FAILED_STARTS = 3
 """This many processes in a row may die before they are ready; then the run fails."""
 
@@ -28,12 +27,10 @@ DEATH_S = 1.0
 """Longest time between the end of a worker's pipe and the end of the worker."""
 
 # Messages and output
-PIPE_S = 10
-"""Longest time for the rest of a message once it has begun."""
+PIPE_S = 10  # longest time for the rest of a message once it has begun
 LARGEST_MESSAGE = 1 << 24
 """Bytes of the longest message of a process, unless its pool says otherwise."""
-OUTPUT_LINES = 20
-"""Printed lines that are logged after each round."""
+OUTPUT_LINES = 20  # printed lines that are logged after each round
 OUTPUT_BYTES = 4000
 
 # Values
@@ -41,11 +38,8 @@ LARGEST_REWARD = 1e12
 """Largest absolute reward. The sum of 10^9 squares of it is finite in float32."""
 MAX_TERMS = 64
 """Terms of one reward. A step of an environment may have four times as many metrics."""
-MAX_MESSAGES = 1024
-"""Messages of one step of an environment."""
+MAX_MESSAGES = 1024  # messages of one step of an environment
 MAX_MESSAGE_EXTRAS = 1 << 20
 """Characters of all that the messages of a step hold besides their contents, as JSON."""
-MAX_STATE = 1 << 20
-"""Bytes of what an environment saves after a step."""
-MAX_TOOL_CALLS = 64
-"""Calls of one reply that are made."""
+MAX_STATE = 1 << 20  # bytes of what an environment saves after a step
+MAX_TOOL_CALLS = 64  # calls of one reply that are made

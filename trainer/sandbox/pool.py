@@ -29,8 +29,7 @@ from trainer.seeding import HASH_SEED
 
 LOG = logging.getLogger(__name__)
 
-_TICK_S = 0.05
-"""Between two looks for calls that take too long."""
+_TICK_S = 0.05  # between two looks for calls that take too long
 
 
 class CallFailed(Exception):  # noqa: N818 - it is no error of the trainer
@@ -60,7 +59,7 @@ class Call:
         limit: key and value of the longest time for it. None: those of the pool.
         is_async: the handler returns an awaitable. Calls of sessions are so where the handler says it.
         is_alone: the process makes no other call meanwhile.
-        is_session: one process must make all calls of its session: `worker`, which the first one gets.
+        is_session: one process, `worker`, must make all calls of its session.
         ends_session: it is the last one of its session.
         on_sent: called on the thread of the pool when it is sent.
     """
@@ -74,8 +73,7 @@ class Call:
     ends_session: bool = False
     worker: _Worker | None = None
     on_sent: Callable[[], None] = lambda: None
-    calls: Calls | None = None
-    """The block in which it was made."""
+    calls: Calls | None = None  # the block in which it was made
     answer: asyncio.Future[Any] = field(init=False)
     since: float = 0.0
     """When it was sent, or its last wait ended that does not count as its time. Infinite during such a wait."""
@@ -83,16 +81,12 @@ class Call:
 
 
 class _Worker(SandboxedProcess):
-    """One process of a pool."""
-
     def __init__(self, arguments: Sequence[Any], environment: Mapping[str, str]):
         super().__init__("trainer.sandbox.worker:serve", arguments, environment, name=arguments[0])
         self.is_ready = self.is_concurrent = self.has_ended = False
         self.sessions = 0
-        self.todo: deque[Call] = deque()
-        """Calls of its sessions that it has not got."""
-        self.calls: dict[int, Call] = {}
-        """Those that it makes, by number."""
+        self.todo: deque[Call] = deque()  # calls of its sessions that it has not got
+        self.calls: dict[int, Call] = {}  # those that it makes, by number
         self.since = self.checked_at = time.monotonic()
         """When it was started, and when it was last checked during its start."""
 
@@ -115,8 +109,7 @@ class Calls:
     def __init__(self, pool: WorkerPool):
         self._pool = pool
         self._background: set[asyncio.Task[None]] = set()
-        self.timeouts = 0
-        """Calls that have taken too long, without those of sessions."""
+        self.timeouts = 0  # calls that have taken too long, without those of sessions
 
     async def ask(self, call: Call) -> Any:
         """Make a call; return what the handler returns. If this is cancelled, the call is ended, too.
@@ -129,12 +122,8 @@ class Calls:
         return await asyncio.wrap_future(self._pool.submit(call))
 
     async def do(self, call: Call) -> Any:
-        """Make a call that any process can make: again if it is lost, and once if it has ended its process.
-
-        Raises:
-            CallFailed: it has failed for good.
-            WorkerError: the processes cannot start.
-        """
+        """Make a call that any process can make: again if it is lost, and once if it has ended its process. CallFailed:
+        it has failed for good. WorkerError: the processes cannot start."""
         deaths = 0
         while True:
             try:
@@ -159,9 +148,7 @@ class WorkerPool:
     """Processes that run user code, and a thread that serves them. A context manager.
 
     Args:
-        handler: import path of the `Handler` in the processes.
-        arguments: its arguments, JSON-able.
-        num_processes: how many.
+        handler: import path of the `Handler` in the processes, which gets the `arguments` as JSON.
         role: what the processes are for, in messages.
         name: the key of the user code with its value, for errors.
         limit: key and value of the longest time for a call.
@@ -191,8 +178,7 @@ class WorkerPool:
         self._concurrency = concurrency
         self._largest_message = largest_message
         self._workers: list[_Worker] = []
-        self._todo: deque[Call] = deque()
-        """Calls that any process can make."""
+        self._todo: deque[Call] = deque()  # calls that any process can make
         self._numbers = itertools.count()
         self._printed = OutputCapture(role)
         self._failed_starts = 0
@@ -296,7 +282,6 @@ class WorkerPool:
                     break
 
     def _send(self, worker: _Worker, message: list[Any]) -> bool:
-        """Send a message. Return whether the process lives."""
         try:
             worker.send(encode(message))
         except ProcessDied:
@@ -368,7 +353,7 @@ class WorkerPool:
                 if stopped_s > _TICK_S + 1:
                     for one in (worker, *worker.calls.values()):
                         one.since += stopped_s
-                late = [call for call in worker.calls.values() if now > self._deadline(worker, call)]
+                late = [call for call in worker.calls.values() if now > self._deadline(call)]
                 if worker.is_ready and late and not worker.pipe.poll():
                     if worker.is_stopped:  # then user code is not to blame
                         self._handle_death(worker, is_stopped=True)
@@ -383,12 +368,11 @@ class WorkerPool:
                         self._fail(WorkerError(f"a process of {self._name} {reason}"))
             self._send_calls()
 
-    def _deadline(self, worker: _Worker, call: Call) -> float:
-        limit_s = (call.limit or self._limit)[1]
-        return call.since + limit_s + (limits.ASYNC_GRACE_S if call.is_session or call.is_async else 0.0)
+    def _deadline(self, call: Call) -> float:
+        grace_s = limits.ASYNC_GRACE_S if call.is_session or call.is_async else 0.0
+        return call.since + (call.limit or self._limit)[1] + grace_s
 
     def _handle_death(self, worker: _Worker, is_stopped: bool = False) -> None:
-        """Replace a process that has died, or was stopped by a signal."""
         if worker.has_ended:
             return
         cost_s = max((time.monotonic() - call.since for call in worker.calls.values()), default=0.0)
@@ -404,12 +388,8 @@ class WorkerPool:
             self._fail(WorkerError(f"the processes of {self._name} die as they start ({ending}){output}"))
 
     def _replace(self, worker: _Worker, status: str = "", reason: str = "") -> str:
-        """Replace a process by a new one. Return how it ended.
-
-        Args:
-            status: how the call that is to blame has failed (see `CallFailed`); empty: none is.
-            reason: why it has failed. Empty: it has ended the process.
-        """
+        """Replace a process by a new one. Return how it ended. `status` says how the call that is to blame, if any, has
+        failed (see `CallFailed`), and why: an empty `reason` is that it has ended the process."""
         self._loop.remove_reader(worker.pipe.fileno())
         self._loop.remove_reader(worker.output)
         ending = worker.end(died=bool(status) and not reason)
@@ -429,7 +409,6 @@ class WorkerPool:
         return ending
 
     def _fail(self, error: Exception) -> None:
-        """Let all calls fail, now and from now on."""
         self._error = error
         under_way = [call for worker in self._workers for call in (*worker.calls.values(), *worker.todo)]
         for call in (*under_way, *self._todo):

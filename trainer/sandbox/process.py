@@ -31,15 +31,12 @@ class SandboxedProcess:
     Args:
         serve: import path `module:function` of the function that serves there. It is called with the `Connection` of
             the pipe and the arguments. What it sends must be JSON.
-        arguments: JSON-able.
-        environment: the environment of the process.
         name: says in the command line what the process is for.
     """
 
     def __init__(self, serve: str, arguments: Sequence[Any], environment: Mapping[str, str], name: str = ""):
         self.pipe, worker_end = multiprocessing.Pipe()
-        self.output, output = os.pipe()
-        """Descriptor of what the process prints (see `OutputCapture`)."""
+        self.output, output = os.pipe()  # descriptor of what the process prints (see `OutputCapture`)
         os.set_blocking(self.output, False)
         with contextlib.closing(socket.socket(fileno=os.dup(self.pipe.fileno()))) as end:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # user code may block or corrupt the other end
@@ -65,25 +62,14 @@ class SandboxedProcess:
         os.close(output)
 
     def send(self, message: bytes) -> None:
-        """Send a message (see `encode`).
-
-        Raises:
-            ProcessDied: the process does not take it.
-        """
+        """Send a message (see `encode`). ProcessDied: the process does not take it."""
         try:
             self.pipe.send_bytes(message)
         except OSError as error:
             raise ProcessDied from error
 
     def receive(self, largest: int = limits.LARGEST_MESSAGE) -> Any:
-        """Return the next message.
-
-        Args:
-            largest: bytes of the longest message that the process may send.
-
-        Raises:
-            ProcessDied: the process has ended, or user code wrote into the pipe.
-        """
+        """Return the next message. ProcessDied: it has ended, or user code wrote into the pipe, or too much."""
         try:
             return json.loads(self.pipe.recv_bytes(maxlength=largest))
         except (EOFError, OSError, ValueError, RecursionError) as error:
@@ -98,11 +84,8 @@ class SandboxedProcess:
         return False
 
     def end(self, died: bool = False) -> str:
-        """End the process and all processes that it has started. Return how it ended. `close` must follow.
-
-        Args:
-            died: it is ending by itself; wait for its exit status.
-        """
+        """End the process and all that it has started. Return how it ended. `close` must follow. `died`: it is ending
+        by itself; wait for its exit status."""
         self.pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limits.DEATH_S if died else 0)
@@ -119,12 +102,10 @@ class SandboxedProcess:
         return f"exit status {code}"
 
     def close(self) -> None:
-        """Close the output of the process, which has ended."""
         os.close(self.output)
 
 
 def encode(message: Any) -> bytes:
-    """Return a message as JSON; what JSON does not have becomes text."""
     return json.dumps(message, default=str).encode()  # Parquet rows may hold dates
 
 
@@ -147,7 +128,6 @@ class OutputCapture:
         self._lock = threading.Lock()  # one thread reads, others take
 
     def read(self, process: SandboxedProcess) -> None:
-        """Read what the process has printed so far."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(process.output, 1 << 20)
             with self._lock:

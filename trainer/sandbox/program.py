@@ -17,8 +17,7 @@ import sys
 import traceback
 import types
 
-FILE = "<code>"
-"""The file name of the program in its tracebacks."""
+FILE = "<code>"  # the file name of the program in its tracebacks
 
 
 def main() -> int:

@@ -28,14 +28,10 @@ from trainer.errors import UserError, one_line
 from trainer.sandbox import program
 from trainer.sandbox.worker import uncounted
 
-MAX_CODE = 1 << 20
-"""Most characters of a program."""
-_MAX_OUTPUT = 1 << 20
-"""Bytes after which a program is ended. Less is kept (see `CodeLimits.output`)."""
-_START_S = 60.0
-"""Longest time for an empty program with the imports of `modules`."""
-_WORK = "/program"
-"""The directory that a program may write to."""
+MAX_CODE = 1 << 20  # most characters of a program
+_MAX_OUTPUT = 1 << 20  # bytes after which a program is ended. Less is kept (see `CodeLimits.output`).
+_START_S = 60.0  # longest time for an empty program with the imports of `modules`
+_WORK = "/program"  # the directory that a program may write to
 _SCRIPT = "/run_program.py"
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -54,22 +50,13 @@ _REFUSED_CALLS = {
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """What one program may use.
+    """What one program may use. UserError: a limit is no number above 0."""
 
-    Raises:
-        UserError: a limit is no number above 0.
-    """
-
-    cpu_s: int = 5
-    """Seconds of processor time."""
-    time_s: float = 20.0
-    """Seconds in all."""
-    memory_mb: int = 512
-    """MiB of address space, with that of Python and of imported modules."""
-    files_mb: int = 16
-    """MiB of all its files together."""
-    output: int = 4000
-    """Characters of its output that are kept."""
+    cpu_s: int = 5  # seconds of processor time
+    time_s: float = 20.0  # seconds in all
+    memory_mb: int = 512  # MiB of address space, with that of Python and of imported modules
+    files_mb: int = 16  # MiB of all its files together
+    output: int = 4000  # characters of its output that are kept
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -92,20 +79,15 @@ class CodeLimits:
 class CodeResult:
     """What a program has printed, and how it ended."""
 
-    output: str
-    """What it has printed, errors included."""
-    left_out: int
-    """Characters of the output that are not kept."""
+    output: str  # what it has printed, errors included
+    left_out: int  # characters of the output that are not kept
     problem: str
     """Why it was ended: `cpu`, `time`, `output`, `size`, or the name of a signal. Empty: it ended by itself."""
 
 
 class ProgramSandbox:
-    """Runs programs. Those of one event loop run at the same time, but not more than there are cores.
-
-    Args:
-        modules: packages beside the standard library that programs may import. They are imported before each.
-    """
+    """Runs programs, at most as many at a time as there are cores. They may import these packages beside the standard
+    library, which are imported before each."""
 
     def __init__(self, limits: CodeLimits | None = None, modules: Sequence[str] = ()):
         self.limits = limits or CodeLimits()
@@ -113,11 +95,7 @@ class ProgramSandbox:
         self._slots = asyncio.Semaphore(max(1, os.cpu_count() or 1))
 
     def check(self) -> None:
-        """Run an empty program.
-
-        Raises:
-            UserError: this machine cannot close programs in, or a module cannot be imported.
-        """
+        """Run an empty program. UserError: this machine cannot close programs in, or a module cannot be imported."""
         with _filter() as filter_fd:
             try:
                 done = subprocess.run(
@@ -141,10 +119,7 @@ class ProgramSandbox:
         """Run a program in an empty directory, and return what it has printed.
 
         The time in which other programs run first does not count as time of the call (see `uncounted`). If this is
-        cancelled, the program is ended.
-
-        Raises:
-            RuntimeError: the program could not be closed in, and has not run.
+        cancelled, the program is ended. RuntimeError: the program could not be closed in, and has not run.
         """
         if len(code) > MAX_CODE:
             return CodeResult("", 0, "size")
@@ -249,7 +224,7 @@ def _bubblewrap() -> str:
 
 
 def _libraries() -> list[str]:
-    """Return the directories with the libraries of the system and of Python, without those within others."""
+    """Return the directories with the libraries of the system and of Python."""
     found = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.realpath(os.path.join(sys.base_prefix, "lib"))]
     return list(dict.fromkeys(path for path in found if os.path.isdir(path)))
 
@@ -292,11 +267,7 @@ def _filter() -> Iterator[int]:
 
 @functools.cache
 def shared_sandbox(limits: CodeLimits, modules: tuple[str, ...]) -> ProgramSandbox:
-    """Return the sandbox of this process with these settings, checked once: all its environments share it.
-
-    Raises:
-        UserError: see `ProgramSandbox.check`.
-    """
+    """Return the sandbox with these settings, checked once, that all environments of this process share."""
     sandbox = ProgramSandbox(limits, modules)
     sandbox.check()
     return sandbox

@@ -24,18 +24,13 @@ from trainer.process.log_setup import guard_output
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_SINGLE_ATTEMPTS, _TRACKER_ATTEMPTS = 10, 300
+_SPARING_ATTEMPTS = range(11, 301)
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(driver: int, pipe: int, serve: str, arguments: list[Any]) -> NoReturn:
-    """Be the reaper of one worker, which calls `serve`. End with the worker's exit code.
-
-    Args:
-        driver: the process to serve.
-        pipe: descriptor of the worker's end of the pipe to it.
-        serve: a function `module:function` that is called with the `Connection` of that pipe and the arguments.
-    """
+    """Be the reaper of one worker of the process `driver`, which calls `serve` (see `SandboxedProcess`) with its end of
+    the pipe. End with the worker's exit code."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the death of the driver wakes the reaper
     reaper = os.getpid()
@@ -85,27 +80,20 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return
-        spared = _groups_of_trackers() if _SINGLE_ATTEMPTS < attempt <= _TRACKER_ATTEMPTS else set()
+        spared = {os.getpgrp()}
+        for process in psutil.Process().children(recursive=True) if attempt in _SPARING_ATTEMPTS else ():
+            with contextlib.suppress(ProcessLookupError):
+                spared |= {os.getpgid(process.pid)} if is_tracker(process) else set()
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if attempt > _TRACKER_ATTEMPTS or not is_tracker(child):
+                if attempt >= _SPARING_ATTEMPTS.stop or not is_tracker(child):
                     child.kill()
-                    if attempt > _SINGLE_ATTEMPTS and (group := os.getpgid(child.pid)) not in {os.getpgrp(), *spared}:
+                    if attempt >= _SPARING_ATTEMPTS.start and (group := os.getpgid(child.pid)) not in spared:
                         os.killpg(group, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _groups_of_trackers() -> set[int]:
-    groups = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(ProcessLookupError):
-            if is_tracker(process):
-                groups.add(os.getpgid(process.pid))
-    return groups
-
-
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether it is Python's process that frees the shared memory of others at their end."""
     with contextlib.suppress(psutil.Error):
         return any("resource_tracker" in word for word in process.cmdline())
     return False

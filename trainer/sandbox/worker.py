@@ -22,12 +22,8 @@ _CLOCK: ContextVar[CallClock | None] = ContextVar("clock", default=None)
 
 
 class CallClock:
-    """The clock of one call. A context manager, which ends the call when its time is over.
-
-    Args:
-        limit_s: seconds that the call may take. None: it has no limit.
-        show_wait: called when a wait that does not count begins (true) or ends, for whoever waits for the call.
-    """
+    """The clock of one call. A context manager, which ends the call after `limit_s` (None: never). `show_wait` is
+    called when a wait that does not count begins (true) or ends, for whoever waits for the call."""
 
     def __init__(self, limit_s: float | None, show_wait: Callable[[bool], None]):
         self._limit = asyncio.timeout(limit_s)
@@ -47,7 +43,6 @@ class CallClock:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has taken too long."""
         return self._limit.expired()
 
     def pause(self) -> None:
@@ -61,7 +56,6 @@ class CallClock:
             self._show_wait(True)
 
     def resume(self) -> None:
-        """End a wait."""
         self._waits -= 1
         if self._waits == 0 and self._has_limit:
             self._show_wait(False)
@@ -85,13 +79,11 @@ def uncounted() -> Iterator[None]:
 class Handler:
     """How the calls of a pool are made. A base class; each process makes one, with the arguments of the pool."""
 
-    is_concurrent = False
-    """Calls of several sessions may be under way at the same time."""
+    is_concurrent = False  # calls of several sessions may be under way at the same time
     must_end = False
     """The process must be replaced after its next answer: something runs in it that nothing else can end."""
 
     def is_async(self, call: list[Any]) -> bool:
-        """Return whether `compute` returns an awaitable for this call."""
         return False
 
     def limit_s(self, call: list[Any]) -> float | None:
@@ -103,7 +95,6 @@ class Handler:
         raise NotImplementedError
 
     def describe(self, error: BaseException, call: list[Any]) -> str:
-        """Return why the call has failed."""
         return f"raised {describe_error(error)}"
 
 
@@ -115,16 +106,11 @@ def line_of(error: BaseException, files: Collection[str]) -> str:
 
 
 def send(pipe: Connection, message: Any) -> None:
-    """Send `message` to the driver, as JSON."""
     pipe.send_bytes(json.dumps(message).encode())
 
 
 class UserThreads:
-    """Runs functions in threads. Nothing can end a thread: a function whose call is cancelled runs on.
-
-    Args:
-        several: functions may run at the same time. Else one after another, in one thread.
-    """
+    """Runs functions in threads. Nothing can end a thread: a function whose call is cancelled runs on."""
 
     def __init__(self, name: str, several: bool = True):
         self._pool = ThreadPoolExecutor(limits.MAX_ASYNC_SESSIONS + limits.THREADS_LEFT if several else 1, name)
@@ -164,10 +150,7 @@ def serve(pipe: Connection, handler: str, arguments: Sequence[Any]) -> NoReturn:
 
     The answer is `{"number": number, "last": whether this process answers no more}` with one of `value`, `raised` (why
     the call has failed) and `timeout`. When an `async` call begins or ends a wait that does not count as its time, a
-    message `{"number": number, "waits": true or false}` comes before.
-
-    Args:
-        handler: import path of a `Handler`.
+    message `{"number": number, "waits": true or false}` comes before. `handler` is the import path of a `Handler`.
     """
     try:
         loop = asyncio.new_event_loop()
