@@ -55,10 +55,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the trainer computed for the tokens of a sample, each `(T,)` float32, 0 where `mask` is 0.
-
-    None: the objective, or the config, does not need it.
-    """
+    """What the trainer computed for the tokens of a sample, each `(T,)` float32, 0 where `mask` is 0. None: the
+    objective, or the config, does not need it."""
 
     logprobs: np.ndarray | None = None
     """Under the policy before the step."""

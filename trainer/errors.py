@@ -22,10 +22,8 @@ class UserError(ValueError):
 
 
 class TrialError(UserError):
-    """Rewards or an environment fail when they are tried before anything expensive starts.
-
-    A service that they ask may be down, so it is a warning for a run that has trained before.
-    """
+    """Rewards or an environment fail when they are tried before anything expensive starts. A service that they ask may
+    be down, so it is a warning for a run that has trained before."""
 
 
 class WorkerError(RuntimeError):
@@ -43,17 +41,10 @@ class WorkerError(RuntimeError):
 
     def __init__(self, message: str, hint: str = "", cause: str = ""):
         super().__init__(f"{message}; {hint}" if hint else message)
-        self.message = message
-        self.cause = cause
+        self.message, self.hint, self.cause = message, hint, cause
 
     def __reduce__(self) -> tuple:
-        return _restore, (str(self), self.message, self.cause)
-
-
-def _restore(text: str, message: str, cause: str) -> WorkerError:
-    error = WorkerError(text, cause=cause)
-    error.message = message
-    return error
+        return WorkerError, (self.message, self.hint, self.cause)
 
 
 @dataclass(frozen=True, order=True)
@@ -72,7 +63,6 @@ class FailureSource:
 
 
 def set_failure_source(error: Exception, source: FailureSource) -> None:
-    """Record which process raised `error`."""
     error._failure_source = source  # type: ignore[attr-defined]
 
 
@@ -82,10 +72,8 @@ def failure_source_of(error: BaseException) -> FailureSource | None:
 
 
 class NonRetryableError(RuntimeError):
-    """The run itself is at fault: it failed again in the same way when its step was repeated.
-
-    The command line exits with status 3. The same command would fail again.
-    """
+    """The run itself is at fault: it failed again in the same way when its step was repeated. The command line exits
+    with status 3. The same command would fail again."""
 
 
 class DivergedError(NonRetryableError):
@@ -135,7 +123,6 @@ def is_disk_unwritable(error: BaseException) -> bool:
 
 
 def format_size(size: int) -> str:
-    """Return a number of bytes with its unit, such as `4.20 MB`."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
@@ -169,10 +156,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_with_place(error: BaseException) -> str:
-    """Return `Type: text (file:line, in function)`: the error, and the innermost line of the user's own code in it.
-
-    The tracebacks of workers in its notes count, too. Code of this package and of installed ones is not the user's.
-    """
+    """Return `Type: text (file:line, in function)`: the error, and the innermost line of the user's own code in it. The
+    tracebacks of workers in its notes count, too. Code of this package and of installed ones is not the user's."""
     import sysconfig  # seldom needed, and this module is imported before signals are handled
     import traceback
 
@@ -201,11 +186,8 @@ _MARGIN = 0.1
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
-    """Return `did you mean NAME, or NAME?` with the names most similar to `wrong`. Empty if no name is similar.
-
-    Args:
-        names: plain names, or keys with their sections. `wrong` may lack the section, or have a wrong one.
-    """
+    """Return `did you mean NAME, or NAME?` with the names most similar to `wrong`. Empty if no name is similar. Names
+    are plain, or keys with their sections. `wrong` may lack the section, or have a wrong one."""
     from difflib import SequenceMatcher  # seldom needed, and this module is imported before signals are handled
 
     def ratio(a: str, b: str) -> float:

@@ -83,13 +83,7 @@ def _is_value(found: Any) -> bool:
 
 def import_spec(path: str, key: str, kind: type[Spec], known: Iterable[str], usual: str) -> Spec:
     """Return the value of class `kind` at an import path, or for a class of the user the `kind` with that path.
-
-    Args:
-        usual: what the path must name, for the error. The others are those of `import_function`.
-
-    Raises:
-        UserError: it is neither.
-    """
+    UserError: it is neither, but must be `usual`."""
     found: Any = import_function(path, key, known)
     if isinstance(found, kind):
         return found
@@ -104,10 +98,8 @@ def is_agent(kind: Any) -> bool:
 
 
 def digest_code(path: str) -> str:
-    """Return a digest of the file that an import path `package.module:function` names; empty if there is none.
-
-    Of what the module imports, nothing is in it, but the version of the package if the module is installed.
-    """
+    """Return a digest of the file that an import path `package.module:function` names; empty if there is none. Of what
+    the module imports, nothing is in it, but the version of the package if the module is installed."""
     module, _, function = path.partition(":")
     if not (function.isidentifier() and all(name.isidentifier() for name in module.split("."))):
         return ""
@@ -125,7 +117,6 @@ def digest_code(path: str) -> str:
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether `name` is an import path, and not a built-in name."""
     return ":" in name
 
 
@@ -148,11 +139,8 @@ def user_code(message: str, has_place: bool = False) -> Iterator[None]:
 
 
 def problem_of_method(kind: Any, name: str, arguments: Sequence[str]) -> str | None:
-    """Return why a call of the method `name` of the class `kind` would fail, or None if it would not, as far as known.
-
-    Args:
-        arguments: names of what the method gets, by position.
-    """
+    """Return why a call of the method `name` of the class `kind` with these arguments would fail, or None, as far as
+    known."""
     method = inspect.getattr_static(kind, name, None)
     if not inspect.isfunction(method):  # no plain method: what it takes is not known
         return None
@@ -169,11 +157,8 @@ def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def parameter_names(function: Callable[..., Any], follow_wrapped: bool = True) -> tuple[str, ...]:
-    """Return the names of all parameters of the function.
-
-    Args:
-        follow_wrapped: of a decorated function, those of the function below (see `inspect.signature`).
-    """
+    """Return the names of all parameters of the function; of a decorated one, those of the function below if
+    `follow_wrapped`."""
     return tuple(parameter.name for parameter in _parameters(function, follow_wrapped))
 
 
@@ -182,9 +167,9 @@ def default_of(function: Callable[..., Any], name: str) -> Any:
     return next((p.default for p in _parameters(function) if p.name == name and p.default is not p.empty), None)
 
 
-def takes_any_option(function: Callable[..., Any], follow_wrapped: bool = True) -> bool:
-    """Return whether the function has a parameter `**options` (see `parameter_names`)."""
-    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function, follow_wrapped))
+def takes_any_option(function: Callable[..., Any]) -> bool:
+    """Return whether the function has a parameter `**options`."""
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(function))
 
 
 def _parameters(function: Callable[..., Any], follow_wrapped: bool = True) -> Iterable[inspect.Parameter]:

@@ -42,9 +42,6 @@ def environment_seed(run_seed: int, prompt_uid: str) -> int:
 
 
 def permutation(n: int, *parts: int | str) -> np.ndarray:
-    """Return the permutation of `range(n)` that `parts` name, int64 `(n,)`.
-
-    It sorts the raw 64-bit output of Philox, because NumPy guarantees that this output never changes. NumPy gives no
-    such guarantee for `shuffle`.
-    """
+    """Return the permutation of `range(n)` that `parts` name, int64 `(n,)`. It sorts the raw 64-bit output of Philox,
+    because NumPy guarantees that this output never changes. NumPy gives no such guarantee for `shuffle`."""
     return np.argsort(np.random.Philox(key=derive_seed(*parts)).random_raw(n), kind="stable")

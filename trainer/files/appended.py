@@ -19,11 +19,8 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | o
 
 
 def open_appended(path: str, mode: int | None = None) -> int:
-    """Open a file to append to it, cut its torn last line, and return its descriptor. Links are not followed.
-
-    Args:
-        mode: permissions of the file. None: the default permissions of this process.
-    """
+    """Open a file to append to it, cut its torn last line, and return its descriptor. Links are not followed. `mode`:
+    permissions of the file. None: the default permissions of this process."""
     handle = os.open(path, _FLAGS, 0o666 if mode is None else mode)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -57,11 +54,7 @@ def _cut_torn_line(handle: int) -> None:
 
 
 def write_all_or_nothing(handle: int, data: bytes) -> None:
-    """Append `data` with one write call, so that a kill leaves all of it or nothing.
-
-    Raises:
-        OSError: not all data could be written. The file is unchanged.
-    """
+    """Append `data` with one write call, so that a kill, or an OSError, leaves all of it or nothing."""
     size = os.fstat(handle).st_size
     if os.write(handle, data) != len(data):
         os.ftruncate(handle, size)
@@ -69,13 +62,10 @@ def write_all_or_nothing(handle: int, data: bytes) -> None:
 
 
 class AppendedFile:
-    """A file of lines. The file is created with its first line. Thread-safe.
+    """A file of lines, created with its first one. Thread-safe. Nothing is written once `fence` raises: then the file
+    belongs to another process.
 
     Lines for which a full disk has no room wait in memory, and are written with the next ones.
-
-    Args:
-        fence: raises when this process no longer holds the run directory. Then the file belongs to another process.
-        mode: permissions of the file. None: the default permissions of this process.
     """
 
     def __init__(self, path: str, fence: Callable[[], None] = lambda: None, mode: int | None = None):
@@ -86,14 +76,8 @@ class AppendedFile:
         self._lock = threading.Lock()
 
     def append(self, lines: bytes, durable: bool = False) -> None:
-        """Append complete lines, with their line breaks. If the disk is full, a warning says once that lines wait.
-
-        Args:
-            durable: wait until the lines are on the disk, unless the disk is full.
-
-        Raises:
-            OSError: the lines could not be written for another reason.
-        """
+        """Append complete lines, with their line breaks; if `durable`, wait until they are on the disk. If the disk is
+        full, a warning says once that lines wait. OSError: they could not be written for another reason."""
         assert lines.endswith(b"\n")
         with self._lock:
             had_to_wait, self._waiting = bool(self._waiting), self._waiting + lines

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-_CHUNK = 8 << 20
-
 
 def write_file(path: str, data: bytes | str, fence: Callable[[], None] = lambda: None, mode: int | None = None) -> None:
     """Write a file atomically: it is complete or absent, even if the process or the machine dies during the write.
 
-    A write for which the disk has no room takes none.
-
-    Args:
-        fence: called before the file appears. Raises if this process may no longer write the file.
-        mode: permissions of the file. None: the default permissions of this process.
+    A write for which the disk has no room takes none. `fence` is called before the file appears, and raises if this
+    process may no longer write it. `mode`: permissions; None: those of this process.
     """
     staged = f"{path}.tmp"
     try:
@@ -51,10 +47,8 @@ def naming(path: str) -> Iterator[None]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Return the content of a regular file. Links are not followed, and a pipe does not block.
-
-    Args:
-        folder: descriptor of the directory to which `path` is relative.
+    """Return the content of a regular file. Links are not followed, and a pipe does not block. `folder`: descriptor of
+    the directory to which `path` is relative.
 
     Raises:
         OSError: the file is missing, cannot be read, or is not a regular file.
@@ -88,15 +82,7 @@ def is_unrelated_to_content(error: OSError) -> bool:
 
 
 def open_regular(path: str, flags: int = 0, folder: int | None = None) -> BinaryIO:
-    """Open a regular file for reading. Links are followed, unless the flags forbid it, and a pipe does not block.
-
-    Args:
-        flags: further flags of `os.open`.
-        folder: descriptor of the directory to which `path` is relative.
-
-    Raises:
-        OSError: the file is missing, cannot be read, or is not a regular file.
-    """
+    """Open a regular file for reading, with further flags of `os.open`. A pipe does not block."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -105,11 +91,7 @@ def open_regular(path: str, flags: int = 0, folder: int | None = None) -> Binary
 
 
 def read_inside(root: str, path: str) -> bytes:
-    """Return the content of the regular file `path` below the directory `root`. No component of `path` may be a link.
-
-    Raises:
-        OSError: see `read_file`.
-    """
+    """Return a regular file's content below the directory `root`. No component of `path` may be a link."""
     *folders, name = path.split("/")
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -122,12 +104,9 @@ def read_inside(root: str, path: str) -> bytes:
 
 
 def drop_from_page_cache(path: str) -> None:
-    """Ask the kernel to drop a file's content from the page cache, so that the next read comes from the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(handle)
+    """Ask the kernel to forget a file's content, so that the next read comes from the disk."""
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_path(path: str) -> None:
@@ -141,11 +120,7 @@ def sync_path(path: str) -> None:
 
 
 def sync_tree(path: str) -> None:
-    """Make every file and directory below `path` durable.
-
-    Raises:
-        OSError: a file or directory is missing or cannot be read.
-    """
+    """Make every file and directory below `path` durable. OSError: one is missing or cannot be read."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -167,13 +142,8 @@ def digest_file(path: str) -> str:
     """Return the xxh3-128 of a file's content. Just after a write the content is still in the page cache."""
     import xxhash
 
-    digest = xxhash.xxh3_128()
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def digest_weights(directory: str) -> str:

@@ -29,11 +29,7 @@ def is_number(value: Any) -> bool:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: the text is not JSON, or is nested too deeply.
-    """
+    """Parse JSON. ValueError: the text is not JSON, or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -41,26 +37,13 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def parse_object(text: bytes | str, shape: ObjectShape | None = None) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Args:
-        shape: the shape that the object must have.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has another shape.
-    """
+    """Parse a JSON object. ValueError: it is not JSON, is nested too deeply, or has another shape."""
     return checked_object(parse_json(text), shape or {})
 
 
 def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
-    """Parse a YAML mapping. Aliases are refused, because a few lines with aliases can grow to any size.
-
-    Args:
-        shape: the shape that the mapping must have.
-
-    Raises:
-        ValueError: the text is not YAML, is nested too deeply, or has another shape.
-    """
+    """Parse a YAML mapping of this shape. Aliases are refused, because a few lines with aliases can grow to any size.
+    ValueError: the text is not YAML, is nested too deeply, or has another shape."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -77,10 +60,8 @@ def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict
 
 
 def dump_yaml(value: Any, **options: Any) -> str:
-    """Return a value as YAML, its keys in their order.
-
-    Texts such as `1e5` are in quotes: PyYAML takes them for texts without, but OmegaConf for numbers.
-    """
+    """Return a value as YAML, its keys in their order. Texts such as `1e5` are in quotes: PyYAML takes them for texts
+    without, but OmegaConf for numbers."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -94,11 +75,7 @@ def dump_yaml(value: Any, **options: Any) -> str:
 def flatten(
     tree: Mapping[str, Any], prefix: str = "", whole: Callable[[str], bool] = lambda key: False
 ) -> dict[str, Any]:
-    """Return the values of nested mappings by dotted key.
-
-    Args:
-        whole: returns whether the mapping of a key stays a value.
-    """
+    """Return the values of nested mappings by dotted key. `whole` says whether the mapping of a key stays a value."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -145,11 +122,7 @@ def _join(where: str, name: Any) -> str:
 
 
 def checked_object(value: Any, shape: ObjectShape) -> dict[str, Any]:
-    """Return a parsed object that has a shape.
-
-    Raises:
-        ValueError: it is no object, is nested too deeply, or has another shape.
-    """
+    """Return a parsed value. ValueError: it is no object, is nested too deeply, or has another shape."""
     if not isinstance(value, dict):
         raise ValueError(f"it holds {'nothing' if value is None else type(value).__name__} instead of fields")
     if nests_deeply(value):

@@ -29,22 +29,18 @@ def pin(revisions: Mapping[str, str]) -> dict[str, str]:
 
 
 def pin_data(name: str, commit: str) -> None:
-    """Use this commit of the data set `name` from now on, so that a run reads all its data from one commit."""
     _pinned[name] = commit
 
 
 def pinned(name: str) -> str | None:
-    """Return the pinned commit of the model or data set `name`, or None."""
     return _pinned.get(name)
 
 
 def pinned_data() -> dict[str, str]:
-    """Return the pinned commits of data sets, by their ids."""
     return {name: commit for name, commit in _pinned.items() if is_data(name)}
 
 
 def is_data(name: str) -> bool:
-    """Return whether `name` is the id of a data set."""
     return name.startswith("hf://")
 
 
@@ -55,10 +51,7 @@ def revision_of(path: str) -> str | None:
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """Return `call()`. If the connection fails, retry twice within three seconds.
-
-    Every other error, such as a missing repository, is raised immediately.
-    """
+    """Return `call()`. If the connection fails, retry twice within three seconds. Other errors are raised."""
     import tenacity
 
     return tenacity.Retrying(
@@ -94,10 +87,8 @@ def why_missing(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, without secrets. The messages of these libraries are long.
-
-    A line that ends with a colon announces the next one, which follows it.
-    """
+    """Return the first line of the error's message, without secrets. The messages of these libraries are long. A line
+    that ends with a colon announces the next one, which follows it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     end = next((number for number, line in enumerate(lines) if not line.endswith(":")), len(lines)) + 1
     return redact_text(" ".join(lines[:end])) if lines else type(error).__name__

@@ -23,10 +23,8 @@ _REFERENCE = re.compile(r"\$\{oc\.env:\s*+([A-Za-z_]\w*+)[^{}]*+\}")
 _IN_ADDRESS = re.compile(r"(?<=://)[^/@\s'\"]++(?=@)")
 _OF_EPISODE = re.compile(r"(?<=/episodes/)[0-9a-f]{32}")  # see `trainer.agents.server`
 _IN_BRACES = re.compile(r"(?P<begin>(?<![\w.-])(?P<name>[\w.-]++)\s*+:\s*+)(?P<value>[^\s,{}\[\]]++)")
-_SHORTEST = 8
-"""Length of the shortest secret to search for in texts: a shorter one may be a part of any word."""
-_named: dict[str, str] = {}
-"""By value: the variables with secrets that the config of this process names."""
+_SHORTEST = 8  # length of the shortest secret to search for in texts: a shorter one may be a part of any word
+_named: dict[str, str] = {}  # by value: the variables with secrets that the config of this process names
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,10 +35,8 @@ def is_secret(name: str) -> bool:
 
 
 def name_secrets(config: Any) -> None:
-    """Learn from a config, before it is resolved, which environment variables hold its secrets.
-
-    They are those that a key `…_env` names, and those of `${oc.env:NAME}` if the key or NAME is the name of a secret.
-    """
+    """Learn from a config, before it is resolved, which environment variables hold its secrets. They are those that a
+    key `…_env` names, and those of `${oc.env:NAME}` if the key or NAME is the name of a secret."""
     for key, _, value in _leaves(config):
         if not isinstance(value, str):
             continue
@@ -68,14 +64,11 @@ def _leaves(value: Any, key: str = "", hides: bool = False) -> Iterator[tuple[st
 
 
 def redact(value: Any, name: str = "", references: bool = True) -> Any:
-    """Return a config, or a value of it, without secrets. Tuples become lists.
+    """Return a config, or a value of it, whose key is `name`, without secrets. Tuples become lists.
 
     A secret that the config names stays as it was written: `${oc.env:NAME}`. Any other value of a key with a secret's
-    name, and user and password in an address, become `***`.
-
-    Args:
-        name: the key of `value`.
-        references: False: all secrets are `***`, so that two configs that differ only in secrets are equal.
+    name, and user and password in an address, become `***`. Without `references` all secrets are `***`, so that two
+    configs that differ only in secrets are equal.
     """
     if isinstance(value, Mapping):
         return {key: redact(inner, name if is_secret(name) else str(key), references) for key, inner in value.items()}

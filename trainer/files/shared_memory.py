@@ -50,7 +50,6 @@ class PrivateDirectory:
                 return
 
     def close(self) -> None:
-        """Delete the directory."""
         if self._handle >= 0:
             shutil.rmtree(self.path, ignore_errors=True)  # under the lock, or `clear_abandoned` could interfere
             os.close(self._handle)
@@ -64,11 +63,8 @@ class PrivateDirectory:
 
 
 class SharedDirectory(PrivateDirectory):
-    """A private directory for weights in shared memory.
-
-    Raises:
-        UserError: `base` does not exist, or does not protect the entries of one user from other users.
-    """
+    """A private directory for weights in shared memory. UserError: `base` does not exist, or does not protect the
+    entries of one user from other users."""
 
     def __init__(self, base: str = SHARED_MEMORY):
         _check_base(base)
@@ -105,10 +101,8 @@ class NodeDirectory:
 
 
 def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = PREFIX) -> list[str]:
-    """Delete this user's private directories below `base` whose process is dead. Return their paths.
-
-    Links, directories of other users and locked directories are not touched.
-    """
+    """Delete this user's private directories below `base` whose process is dead. Return their paths. Links, directories
+    of other users and locked directories are not touched."""
     cleared = []
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(base):
@@ -139,39 +133,26 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
 
 
 def free_space(base: str = SHARED_MEMORY) -> int:
-    """Return the bytes that are free below `base`.
-
-    Raises:
-        UserError: weights cannot be written there: it does not exist, is not writable, or does not protect them.
-    """
+    """Return the bytes that are free below `base`. UserError: weights cannot be written there: it does not exist, is
+    not writable, or does not protect them."""
     _check_base(base)
-    space = os.statvfs(base)
-    return space.f_bavail * space.f_frsize
+    return shutil.disk_usage(base).free
 
 
 def choose_directory(size: int) -> str:
-    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files.
-
-    Raises:
-        OSError: neither has space for `size` bytes.
-    """
+    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files. OSError:
+    neither has space for `size` bytes."""
     with contextlib.suppress(OSError):
-        space = os.statvfs(SHARED_MEMORY)
-        if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > 2 * size:
+        if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size:
             return SHARED_MEMORY
     directory = tempfile.gettempdir()
-    space = os.statvfs(directory)
-    if (free := space.f_bavail * space.f_frsize) < size:
+    if (free := shutil.disk_usage(directory).free) < size:
         raise OSError(errno.ENOSPC, f"{size / 1e6:.0f} MB, and {directory} has {free / 1e6:.0f} MB free")
     return directory
 
 
 def check_owner(path: str) -> None:
-    """Check that `path` is a directory of this user, not a link.
-
-    Raises:
-        UserError: `path` does not exist, is a link, is not a directory, or belongs to another user.
-    """
+    """Check that `path` is a directory of this user, not a link. UserError: it is not."""
     try:
         info = os.lstat(path)
     except FileNotFoundError as error:

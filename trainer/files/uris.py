@@ -18,8 +18,7 @@ class StoreSpec:
 
     path: str
     """Import path `package.module:Class`; the class is a `trainer.checkpoint.buckets.ObjectStoreClient`."""
-    extra: str = ""
-    """The extra of this package that the client needs. Empty: none."""
+    extra: str = ""  # the extra of this package that the client needs. Empty: none.
     variables: tuple[str, ...] = ()
     """Environment variables that the client reads, or, with `_` at their end, the beginnings of their names. Ranks on
     other machines get those of the driver that they do not have."""
@@ -36,12 +35,8 @@ STORES: dict[str, StoreSpec] = {
         extra="s3",
         variables=("AWS_",),
         identity=(
-            "AWS_ACCESS_KEY_ID",
-            "AWS_SECRET_ACCESS_KEY",
-            "AWS_SESSION_TOKEN",
-            "AWS_PROFILE",
-            "AWS_ROLE_ARN",
-            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+            *("AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
         ),
         drawing=("botocore.utils",),  # while it finds credentials
     ),
@@ -55,17 +50,12 @@ STORES: dict[str, StoreSpec] = {
 """The kinds of object stores, by their URL scheme. An installed package adds one by an entry point of the group
 `trainer.object_stores`: its name is the scheme, its value the import path of a `StoreSpec`."""
 
-ENTRY_POINTS = "trainer.object_stores"
-"""The group of the entry points."""
+ENTRY_POINTS = "trainer.object_stores"  # the group of the entry points
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://(.*)\Z", re.I | re.S)
 
 
 def store_spec(url: str) -> StoreSpec | None:
-    """Return the kind of object store of a URL; None: no kind has its scheme.
-
-    Raises:
-        UserError: an installed package has this kind, but cannot be used.
-    """
+    """Return the kind of object store of a URL, or None. UserError: the package that has it cannot be used."""
     scheme = url.partition("://")[0]
     return STORES.get(scheme) or _installed_store(scheme)
 
@@ -84,7 +74,6 @@ def _installed_store(scheme: str) -> StoreSpec | None:
 
 
 def is_url(path: str) -> bool:
-    """Return whether `path` has a scheme, such as `s3://`."""
     return _URL.match(path) is not None
 
 
@@ -129,7 +118,6 @@ def lies_in(path: str, directory: str) -> bool:
 
 
 def inside(directory: str, path: str) -> str:
-    """Return a path that was given relative to `directory`, as it is valid in other directories."""
     return path if is_url(path) else os.path.join(directory, path)
 
 
