@@ -80,7 +80,9 @@ def python_programs(tmp_path_factory) -> dict[str, Path]:
         subprocess.run([uv, "venv", "-q", "--python", sys.executable, root / "env"], check=True, timeout=60)
         found[name] = root / "env/bin"
         wanted = [f"{package}=={versions[name]}", *others]
-        subprocess.run([uv, "pip", "install", "-q", "--python", found[name], *wanted], check=True, timeout=600)
+        subprocess.run(
+            [uv, "pip", "install", "-q", "--python", found[name] / "python", *wanted], check=True, timeout=600
+        )
     return found
 
 
