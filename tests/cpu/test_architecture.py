@@ -133,7 +133,7 @@ MOST_LINES = {
     "rewards": (1001, 900),
     "sandbox": (1303, 1200),
     "objectives algorithms learner workers parallel": (6229, 5400),
-    "models": (4701, 3400),
+    "models": (4699, 3400),
     "checkpoint": (4165, 3200),
     "cluster": (2415, 2200),
     "data": (3210, 1900),

@@ -91,7 +91,7 @@ def open_regular(path: str, flags: int = 0, folder: int | None = None) -> Binary
 
 
 def read_inside(root: str, path: str) -> bytes:
-    """Return a regular file's content below the directory `root`. No component of `path` may be a link."""
+    """Return the content of a regular file below `root` (see `read_file`). No component of `path` may be a link."""
     *folders, name = path.split("/")
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -46,8 +46,8 @@ _SHOWN = 4  # changed keys that a message names
 
 
 def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Contents:
-    """Return what the files of a model directory say, whatever the layout of JSON and the order of its keys. With code:
-    the Python files, too. UserError: a file cannot be read."""
+    """Return what the files of a model directory say, whatever the layout of JSON and the order of its keys; with those
+    of its code if `with_code`. UserError: a file cannot be read."""
     return {name: read_content(os.path.join(directory, name)) for name in content_files(directory, with_code, patterns)}
 
 
@@ -345,7 +345,7 @@ _READ = (".json", ".txt", ".model", ".tiktoken", ".spm", ".safetensors", ".bin",
 _QUANTISED_TYPES = ("F8", "F6", "F4")
 _SINGLE_FILE, _INDEX_IN_USE = "model.safetensors", "model.safetensors.index.json"
 _START_OF_POINTER = b"version https://git-lfs.github.com/"
-_STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")  # A zip file, or the pickle of torch's older format
+_STARTS_OF_BIN = (b"PK\x03\x04", b"\x80\x02")  # a zip file, or the pickle of torch's older format
 
 
 def check_model_files(path: str, key: str) -> None:

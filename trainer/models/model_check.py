@@ -95,10 +95,8 @@ def verdict_file(
 
 @functools.cache
 def _code() -> str:
-    package = os.path.dirname(trainer.__file__)
-    files = [
-        file for room in ("models", "parallel") for file in sorted(glob.glob(f"{glob.escape(package)}/{room}/*.py"))
-    ]
+    package = glob.escape(os.path.dirname(trainer.__file__))
+    files = [file for room in ("models", "parallel") for file in sorted(glob.glob(f"{package}/{room}/*.py"))]
     return digest_bytes(" ".join(map(digest_file, files)).encode())
 
 

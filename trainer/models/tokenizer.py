@@ -154,7 +154,7 @@ def load_tokenizer(
 
 
 def token_table(path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
-    """Return the ids of the tokens of a model, by their texts. None: its directory has no tokenizer."""
+    """Return the ids of a model's tokens, by their texts; None without a tokenizer. UserError: it cannot be loaded."""
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, file)) for file in files):
         return None

@@ -54,7 +54,7 @@ class RankUpdate:
 
 
 def mini_batches(group_ids: np.ndarray, config: TrainerConfig, step: int) -> list[np.ndarray]:
-    """Return the rows of each mini-batch of a step: whole groups, in an order keyed by (step, epoch)."""
+    """Return the rows of each mini-batch of a step: whole groups of `group_ids` `(B,)`, keyed by (step, epoch)."""
     _, group = np.unique(group_ids, return_inverse=True)
     count, size = int(group.max()) + 1, config.mini_batch_size
     chosen = []
