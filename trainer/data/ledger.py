@@ -197,16 +197,12 @@ class Ledger:
     def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
         with self._ordering:
             if epoch not in self._orders:
-                count = len(self._rows)
                 if self._curriculum is not None:
-                    order: Sequence[int] | np.ndarray = self._ask_curriculum(epoch)
-                elif self._source:
-                    order = permutation(count, self._seed, "mix", self._source, epoch)
-                elif self._kind == "prompts":
-                    order = permutation(count, self._seed, "epoch", epoch)
+                    self._orders[epoch] = self._ask_curriculum(epoch)
                 else:
-                    order = permutation(count, self._seed, "sft", 0, epoch)
-                self._orders[epoch] = order
+                    of_kind = ("epoch",) if self._kind == "prompts" else ("sft", 0)
+                    name = ("mix", self._source) if self._source else of_kind
+                    self._orders[epoch] = permutation(len(self._rows), self._seed, *name, epoch)
             return self._orders[epoch]
 
     def _ask_curriculum(self, epoch: int) -> list[int]:
