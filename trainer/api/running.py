@@ -8,12 +8,10 @@ logging nor random states of the caller can meet those of the run.
 from __future__ import annotations
 
 import contextlib
-import json
+import multiprocessing
 import os
-import pickle
 import signal
 import site
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -202,47 +200,44 @@ def _run(
     overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None
 ) -> tuple[list[dict[str, Any]], int, bool]:
     """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end."""
-    own, others = socket.socketpair()
+    own, others = multiprocessing.Pipe()
     # A notebook, or a test, has put something else in place of the terminal.
     replaced = sys.stdout is not sys.__stdout__
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
-    reports, stops = [], False
-    with _signals_to_child() as send_to, own:
-        try:
-            process = subprocess.Popen(
+
+    def start() -> subprocess.Popen:
+        with others:
+            return subprocess.Popen(
                 [sys.executable, "-P", "-m", PYTHON_RUN],  # all users of the machine can read this line
-                stdin=subprocess.PIPE,
+                stdin=others.fileno(),
                 stdout=subprocess.PIPE if replaced else None,
                 stderr=subprocess.STDOUT if replaced else None,
-                pass_fds=[others.fileno()],
                 env=environment | ({"PYTHONIOENCODING": "utf-8"} if replaced else {}),
                 start_new_session=True,  # Ctrl-C reaches it once, from here
             )
-            descriptor = others.fileno()  # the same number in the child
-        finally:
-            others.close()
-        send_to(process)
-        message = {"overrides": overrides, "pickles": pickles, "asks": on_step is not None}
-        message |= {"reports": descriptor, "parent": os.getpid()}
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pickle.dump(message, pipe)
+
+    reports, stops = [], False
+    with own, _getting_signals(start) as process:
         printing = threading.Thread(target=_print, args=(process.stdout or (),))
         printing.start()
         try:
-            for line in own.makefile("rb"):
-                report = json.loads(line) if line.endswith(b"\n") else {}
+            own.send({"overrides": overrides, "pickles": pickles, "asks": on_step is not None, "parent": os.getpid()})
+            while True:
+                report = own.recv()
                 if on_step is None or "metrics" not in report:
                     reports.append(report)
                     continue
-                stops |= bool(on_step(report["metrics"]))
-                with contextlib.suppress(OSError):  # the child has died
-                    own.sendall(b"1" if stops else b"0")
+                is_last = True  # also if `on_step` raises: the child saves and stops
+                try:
+                    is_last = stops = bool(on_step(report["metrics"])) or stops
+                finally:
+                    own.send(is_last)
+        except (EOFError, ConnectionError):  # the child has ended
+            pass
         finally:
-            own.shutdown(socket.SHUT_WR)  # if `on_step` has raised, the child saves and stops
             printing.join()
             status = process.wait()
-        return reports, status, stops
+    return reports, status, stops
 
 
 def _print(lines: Iterable[bytes]) -> None:
@@ -251,32 +246,26 @@ def _print(lines: Iterable[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _signals_to_child() -> Iterator[Callable[[subprocess.Popen], None]]:
-    """Pass signals on to the child while the block runs. Yields a function that names the child.
+def _getting_signals(start: Callable[[], subprocess.Popen]) -> Iterator[subprocess.Popen]:
+    """Start a child, and pass signals on to it while the block runs.
 
     The child starts with the signals blocked, and unblocks them once it handles them. On another thread than the main
-    thread, which cannot handle signals, the child gets none.
+    thread, which cannot handle signals, it gets none.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda process: None
+        yield start()
         return
-    processes: list[subprocess.Popen] = []
-
-    def forward(number: int, _: object) -> None:
-        for process in processes:
-            process.send_signal(number)
-
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    before = {number: signal.signal(number, forward) for number in HANDLED}
-
-    def send_to(process: subprocess.Popen) -> None:
-        processes.append(process)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)  # signals that have come meanwhile are handled here
-
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
-        yield send_to
+        process = start()
+        for number in HANDLED:
+            signal.signal(number, lambda received, _: process.send_signal(received))
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)  # signals that have come meanwhile are handled here
+    try:
+        yield process
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -7,13 +7,12 @@ from trainer.process.signals import HANDLED, SIGNALS
 if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
 
-import json
 import os
 import pickle
-import select
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from trainer.api.functions import path_of, write_functions
@@ -46,22 +45,24 @@ def job_of(pickles: Mapping[str, tuple[str, bytes]], report: Callable[..., None]
 
 
 def main() -> NoReturn:
-    """Run what the parent asks for on stdin, tell it the outcome, and end with the status of the command line."""
+    """Run what the parent asks for on stdin, tell it the outcome there, and end with the command line's status."""
     signal_on_death_of_parent(signal.SIGKILL)  # the run is safe, and its lock is free for the next start
-    message = pickle.load(sys.stdin.buffer)
+    parent = Connection(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    message = parent.recv()
     if os.getppid() != message["parent"]:  # it died before that took effect
         os._exit(1)
-    os.set_inheritable(message["reports"], False)
     sys.orig_argv += message["overrides"]
 
     def report(**content: Any) -> None:
-        os.write(message["reports"], json.dumps(content, default=float).encode() + b"\n")
+        parent.send(content)
 
     def on_step(metrics: dict[str, float]) -> bool:
-        report(metrics=metrics)
-        while not select.select([message["reports"]], [], [], 1.0)[0]:
+        report(metrics={name: int(value) if name == "step" else float(value) for name, value in metrics.items()})
+        while not parent.poll(1.0):
             SIGNALS.check()  # the user's function may take long, as with a breakpoint
-        return os.read(message["reports"], 1) != b"0"  # empty: the user's function has raised
+        return parent.recv()
 
     guard_output()
     show_messages()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,21 +16,24 @@ from trainer.api.running import PYTHON_RUN
 
 def run(directory: Path, *overrides: str, parent: int | None = None, pickles: dict[str, Any] | None = None):
     """The status of the process, its reports, and its output."""
-    reading, writing = os.pipe()
-    message = {"parent": parent or os.getpid(), "reports": writing, "overrides": list(overrides)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", PYTHON_RUN],
-        cwd=directory,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=[writing],
-        env=environment(),
-    )
-    os.close(writing)
-    output, _ = process.communicate(pickle.dumps({**message, "pickles": pickles or {}, "asks": False}), timeout=300)
-    with open(reading) as file:
-        return process.returncode, [json.loads(line) for line in file], output.decode()
+    own, other = multiprocessing.Pipe()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-m", PYTHON_RUN],
+            cwd=directory,
+            stdin=other.fileno(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
+    message = {"parent": parent or os.getpid(), "overrides": list(overrides), "pickles": pickles or {}, "asks": False}
+    reports = []
+    with own, contextlib.suppress(EOFError, ConnectionError):
+        own.send(message)
+        while True:
+            reports.append(own.recv())
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, reports, output.decode()
 
 
 def test_a_refused_config_is_a_report_and_not_printed(tmp_path):
