@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ from trainer.parallel.packing import Packing
 from trainer.parallel.shard import transformer_blocks
 from trainer.plan.hardware import COMPILED_KEEPS
 from trainer.plan.model_shape import ModelShape, empty_module, forward_dtype, refusing, shape_key
-from trainer.plan.workload import Row
+from trainer.plan.workload import Row, Sizes
 
 _FEW, _MANY = 1, 3
 """Blocks of the traces."""
@@ -102,14 +102,9 @@ _traced: dict[tuple[object, ...], Activations] = {}
 
 
 def trace(
-    cfg: Config, role: RoleSpec, model: ModelShape, sizes: Mapping[str, int], row: Row, device: str, backward: bool
+    cfg: Config, role: RoleSpec, model: ModelShape, sizes: Sizes, row: Row, device: str, backward: bool
 ) -> Activations:
     """Return the activations of the model of a role in a pass without gradients, or in a forward and a backward pass.
-
-    Args:
-        sizes: sizes of the layout's axes.
-        device: that of the plan, `cpu` or `cuda`. The trace itself computes nothing.
-        backward: trace a forward and a backward pass.
 
     Raises:
         UserError: the code of the model cannot be traced.
@@ -123,8 +118,7 @@ def trace(
         with refusing(cfg, role, model.config):
             few, many = (_trace(cfg, role, model.config, sizes, row, device, backward, n) for n in (_FEW, _MANY))
         blocks = (model.text.num_hidden_layers - _FEW) / (_MANY - _FEW)
-        fields = ("forward", "saved", "peak")
-        pairs = [(getattr(few, name), getattr(many, name)) for name in fields]
+        pairs = zip(astuple(few), astuple(many), strict=True)
         _traced[key] = Activations(*(int(first + (last - first) * blocks) for first, last in pairs))
     found = _traced[key]
     if not compiles_blocks(role.sharding, device, sizes, cfg.trainer.deterministic):
@@ -187,7 +181,7 @@ def _trace(
     cfg: Config,
     role: RoleSpec,
     config: PretrainedConfig,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     row: Row,
     device: str,
     backward: bool,
@@ -195,7 +189,9 @@ def _trace(
 ) -> Activations:
     config = _shrunk(config, layers, sizes["tp"])
     module, backbone = empty_module(cfg, role, config, {**sizes, "tp": 1, "cp": 1})
-    packing = Packing(row.lengths, "cpu", _axis(sizes["cp"]), row.prefix_lengths)
+    cp = sizes["cp"]
+    axis = _LoneAxis(SimpleNamespace(size=lambda: cp), 0, cp) if cp > 1 else None  # type: ignore[arg-type]
+    packing = Packing(row.lengths, "cpu", axis, row.prefix_lengths)
     body = module.get_submodule(backbone)
     packs = body.config._attn_implementation == PACKED
     packing.kernels = device
@@ -256,10 +252,6 @@ def _shrunk(config: PretrainedConfig, layers: int, tp: int) -> PretrainedConfig:
         text.num_key_value_heads = (getattr(text, "num_key_value_heads", None) or heads) // tp
         text.intermediate_size //= tp
     return config
-
-
-def _axis(size: int) -> AxisGroup | None:
-    return _LoneAxis(SimpleNamespace(size=lambda: size), 0, size) if size > 1 else None  # type: ignore[arg-type]
 
 
 class _LoneAxis(AxisGroup):

@@ -228,7 +228,8 @@ def parse_cluster(text: str) -> Cluster:
 def this_machine() -> Device:
     """Return a core of this machine, by a measurement of a second."""
     memory = usable_memory()
-    copying = 2 * 2**26 / _shortest(_copy(2**26))
+    source, target = torch.zeros(2, 2**26, dtype=torch.uint8)
+    copying = 2 * len(source) / _shortest(lambda: target.copy_(source))
     gloo = copying / GLOO
     products = [_product_speed(dtype) for dtype in (torch.float32, torch.bfloat16)]
     return Device(CPU, memory, *products, copying, gloo, gloo, copying, memory, copying)
@@ -248,11 +249,6 @@ def _product_speed(dtype: torch.dtype) -> float:
         if seconds > 0.02:
             break
     return speed
-
-
-def _copy(size: int) -> Callable[[], object]:
-    source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    return lambda: target.copy_(source)
 
 
 def _shortest(compute: Callable[[], object], seconds: float = 0.1) -> float:

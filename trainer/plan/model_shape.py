@@ -28,6 +28,7 @@ from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.tiny import TinyShape, tiny_config
 from trainer.parallel.axes import AXES
 from trainer.parallel.shard import param_dtype, transformer_blocks
+from trainer.plan.workload import Sizes
 
 _SHAPES = os.path.join(os.path.dirname(__file__), "shapes")
 """Configs of models, so that a plan of them needs no network."""
@@ -135,11 +136,6 @@ class ModelShape:
         return sum(p.shard(ranks) for p in self.parameters if block in (None, p.block) and (p.trained or not trained))
 
     @cached_property
-    def largest_parameter(self) -> int:
-        """Numbers of the largest parameter, on a rank before FSDP2 shards it."""
-        return max(parameter.numel for parameter in self.parameters)
-
-    @cached_property
     def largest_block(self) -> dict[bool, int]:
         """Numbers of the largest block, on a rank before FSDP2 shards it: of all parameters, and of trained ones."""
         return {trained: max(self.numel(block, trained) for block in range(self.blocks)) for trained in (False, True)}
@@ -169,17 +165,14 @@ def find_config(cfg: Config, role: RoleSpec) -> PretrainedConfig:
 _built: dict[tuple[str, ...], ModelShape] = {}
 
 
-def shape_key(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def shape_key(cfg: Config, role: RoleSpec, sizes: Sizes) -> tuple[str, ...]:
     """Return a text for everything that decides the shapes of a role's model."""
     inside = [(name, size) for name, size in sorted(sizes.items()) if AXES[name].joins_blocks]
     return tuple(map(repr, (cfg.model, cfg.trainer.pack, role.path, role.head, role.trained, role.lora, inside)))
 
 
-def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShape:
+def shape_of(cfg: Config, role: RoleSpec, sizes: Sizes) -> ModelShape:
     """Return the parameters of the model of a role.
-
-    Args:
-        sizes: sizes of the layout's axes.
 
     Raises:
         UserError: the model cannot be split so, or has an architecture that cannot be planned.
@@ -192,16 +185,11 @@ def shape_of(cfg: Config, role: RoleSpec, sizes: Mapping[str, int]) -> ModelShap
     with refusing(cfg, role, config):
         check_sizes(text, ("vocab_size", "num_hidden_layers"), setting)
         module, backbone = empty_module(cfg, role, config, sizes)
-        tp = sizes["tp"]
-        _built[key] = ModelShape(
-            config,
-            tuple(_parameters(module, backbone, tp)),
-            len(module.get_output_embeddings().weight) // tp if isinstance(module, PreTrainedModel) else 0,
-            sum(parameter.numel() for parameter in module.parameters()),
-            sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
-            can_pack(module),
-            is_stateful(module),
-        )
+        head = module.get_output_embeddings().weight if isinstance(module, PreTrainedModel) else ()
+        total, trained = (sum(p.numel() for p in module.parameters() if p.requires_grad or of) for of in (True, False))
+        parameters, packs = tuple(_parameters(module, backbone, sizes["tp"])), can_pack(module)
+        rows = len(head) // sizes["tp"]
+        _built[key] = ModelShape(config, parameters, rows, total, trained, packs, is_stateful(module))
     return _built[key]
 
 
@@ -226,9 +214,7 @@ def refusing(cfg: Config, role: RoleSpec, config: PretrainedConfig) -> Iterator[
         _FAKE_TENSORS.disabled = False
 
 
-def empty_module(
-    cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Mapping[str, int]
-) -> tuple[nn.Module, str]:
+def empty_module(cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Sizes) -> tuple[nn.Module, str]:
     """Return the model of a role on the meta device, as ranks build it before it is split; and its backbone's name."""
     build = empty_causal_lm if role.head == LM else empty_value_model
     with no_init_weights():  # there are none, and going through all modules takes most of the time

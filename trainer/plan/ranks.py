@@ -15,7 +15,7 @@ from trainer.parallel.shard import frees_after_forward, prefetch_depth
 from trainer.plan.activations import Activations, head_bytes, trace
 from trainer.plan.hardware import CONTEXT_BYTES, FRAGMENTATION, Device
 from trainer.plan.model_shape import ModelShape, forward_dtype, shape_of
-from trainer.plan.workload import Row, Workload, scored_share
+from trainer.plan.workload import Row, Sizes, Workload, scored_share
 
 SYNC_BUCKET_BYTES = 256 * 2**20
 """Size of a bucket of `trainer.generation.transport`."""
@@ -175,22 +175,16 @@ class PlannedRole:
 
 
 def plan_role(
-    cfg: Config, spec: RoleSpec, sizes: Mapping[str, int], workload: Workload, device: str, traced: bool = True
+    cfg: Config, spec: RoleSpec, sizes: Sizes, workload: Workload, device: str, traced: bool = True
 ) -> PlannedRole:
-    """Return what a role's model takes on a rank.
-
-    Args:
-        sizes: sizes of the layout's axes.
-        device: `cpu` or `cuda`.
-        traced: False: activations count as nothing.
-    """
+    """Return what a role's model takes on a rank. `traced` False: activations count as nothing."""
     model = shape_of(cfg, spec, sizes)
-    rows = workload.row_of_update(), workload.row_of_scores()
-    update = Activations() if spec.trained else None
-    scores = Activations()
-    if traced:
-        update = trace(cfg, spec, model, sizes, rows[0], device, backward=True) if spec.trained else None
-        scores = trace(cfg, spec, model, sizes, rows[1], device, backward=False)
+    rows = workload.largest_row(workload.groups_in_update), workload.largest_row(workload.groups)
+
+    def activations(row: Row, backward: bool) -> Activations:
+        return trace(cfg, spec, model, sizes, row, device, backward) if traced else Activations()
+
+    update, scores = activations(rows[0], True) if spec.trained else None, activations(rows[1], False)
     itemsize = torch.finfo(forward_dtype(spec, device)).bits // 8
     compiled = compiles_blocks(spec.sharding, device, sizes, cfg.trainer.deterministic)
     of_loss = "gradient" if cfg.algorithm.entropy_coef > 0 else "value"
@@ -216,9 +210,7 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload) -
     def largest(name: str, states: Mapping[str, int], moments: Sequence[Mapping[str, int]]) -> Phase:
         return Phase(name, {**states, **max(moments, key=lambda moment: sum(moment.values()))})
 
-    phases = []
-    if cfg.task.generates:
-        phases.append(Phase("rollout", held((), ())))
+    phases = [Phase("rollout", held((), ()))] if cfg.task.generates else []
     scored = [role for role in roles if scored_share(cfg, role.spec, workload) > 0]
     needed = {"policy" if role.spec.is_policy_base else role.spec.name for role in scored}
     for role in scored:
@@ -245,7 +237,7 @@ def sync_buffers(cfg: Config, policy: PlannedRole) -> int:
 
     Into shared memory each rank writes its own rows, one tensor after the other.
     """
-    largest = policy.model.largest_parameter
+    largest = max(parameter.numel for parameter in policy.model.parameters)  # before FSDP2 shards it
     if writes_shared_memory(cfg, policy.device):
         return largest * policy.itemsize // policy.shards
     return 2 * largest * policy.itemsize + 2 * SYNC_BUCKET_BYTES

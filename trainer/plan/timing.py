@@ -27,7 +27,7 @@ from trainer.plan.hardware import (
 )
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
-from trainer.plan.workload import Workload, scored_share
+from trainer.plan.workload import Sizes, Workload, scored_share
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,7 @@ def _forward_flops(role: PlannedRole, workload: Workload, tokens: float, tp: int
     return tokens / w.dp / w.cp * (2 * body + 2 * head + attention)
 
 
-def _exchange_seconds(
-    cluster: Cluster, role: PlannedRole, workload: Workload, tokens: float, sizes: Mapping[str, int]
-) -> float:
+def _exchange_seconds(cluster: Cluster, role: PlannedRole, workload: Workload, tokens: float, sizes: Sizes) -> float:
     """Return the seconds of the exchange inside blocks in a pass: sums along `tp`, tokens for heads along `cp`."""
     text, tp, cp = role.model.text, sizes["tp"], sizes["cp"]
     row = 4.0 * tokens / workload.dp / workload.cp * text.hidden_size * role.itemsize * text.num_hidden_layers

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from trainer.config import Config, RoleSpec, correction_of
 from trainer.parallel.axes import AXES
 
+Sizes = Mapping[str, int]
+"""Size of each axis of a layout, by its name in `trainer.parallel.axes`."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -89,7 +92,8 @@ class Workload:
         return max(1, math.ceil(tokens / self.dp / of_each))
 
     @property
-    def _groups_in_update(self) -> float:
+    def groups_in_update(self) -> float:
+        """Prompts of an optimizer step."""
         return self.groups * self.epochs / self.optimizer_steps
 
     @property
@@ -98,18 +102,10 @@ class Workload:
         if not self.packs or self.fixed_tokens or self.micro_batches(self.computed_in_update) > 1:
             return self.micro_batches(self.computed_in_update) > 1
         shared = self.prompt * (self.n - 1) if self.shares_prompts else 0
-        return math.ceil(self._groups_in_update / self.dp) * (self.n * self.longest - shared) > self.row_tokens
+        return math.ceil(self.groups_in_update / self.dp) * (self.n * self.longest - shared) > self.row_tokens
 
-    def row_of_update(self) -> Row:
-        """Return the largest micro-batch of an update."""
-        return self._row(self._groups_in_update)
-
-    def row_of_scores(self) -> Row:
-        """Return the largest micro-batch of a pass without gradients."""
-        return self._row(self.groups)
-
-    def _row(self, total: float) -> Row:
-        """Return the largest micro-batch of a step with `total` groups.
+    def largest_row(self, total: float) -> Row:
+        """Return the largest micro-batch of a pass over `total` groups.
 
         If the rows of a data-parallel rank do not fill one with their mean lengths, some are longer.
         """
@@ -138,13 +134,8 @@ class Workload:
         return Row(tuple(lengths), tuple(prefixes) if self.shares_prompts else None, targets)
 
 
-def workload_of(cfg: Config, sizes: Mapping[str, int], packs: bool = True) -> Workload:
-    """Return the work of a step that the config describes.
-
-    Args:
-        sizes: sizes of the layout's axes.
-        packs: see `Workload`.
-    """
+def workload_of(cfg: Config, sizes: Sizes, packs: bool = True) -> Workload:
+    """Return the work of a step that the config describes. `packs`: see `Workload`."""
     t, r, p = cfg.trainer, cfg.rollout, cfg.plan
     dp = math.prod(size for name, size in sizes.items() if not AXES[name].same_rows)
     micro = t.max_tokens_per_micro_batch * sizes["cp"]

@@ -35,7 +35,7 @@ def test_a_prompt_counts_once_where_rows_share_it():
 @pytest.mark.parametrize("tokens", [1024, 5000, 16384])
 def test_a_full_micro_batch_has_as_many_tokens_as_it_may(tokens, shares):
     w = workload_of(config(attention="sdpa" if shares else "eager", max_tokens_per_micro_batch=tokens), ALONE)
-    for row in (w.row_of_update(), w.row_of_scores()):
+    for row in (w.largest_row(w.groups_in_update), w.largest_row(w.groups)):
         assert tokens - 101 <= row.tokens <= tokens
         assert 0 < row.targets <= row.tokens and (row.prefix_lengths is not None) == shares
 
@@ -43,11 +43,11 @@ def test_a_full_micro_batch_has_as_many_tokens_as_it_may(tokens, shares):
 def test_a_rank_with_few_rows_may_have_the_longest():
     sizes = {**ALONE, "dp_shard": 2}
     few = workload_of(config(n=2, train_batch_size=4, mini_batch_size=2, max_tokens_per_micro_batch=4096), sizes)
-    row = few.row_of_update()
+    row = few.largest_row(few.groups_in_update)
     assert (row.lengths, row.prefix_lengths, row.targets) == ((1024, 1024), (0, 100), 1848)
     assert not few.may_accumulate
     less = workload_of(config(n=2, train_batch_size=4, mini_batch_size=2, max_tokens_per_micro_batch=1500), sizes)
-    row = less.row_of_update()
+    row = less.largest_row(less.groups_in_update)
     assert (row.lengths, row.tokens, row.targets) == ((1024, 576), 1500, 1400)
     assert less.may_accumulate and less.micro_batches(less.computed_in_update) == 1
 
@@ -61,7 +61,7 @@ def test_ranks_along_cp_share_a_longer_row():
 def test_a_model_that_cannot_pack_gets_one_sequence_a_micro_batch():
     w = workload_of(config(n=2, train_batch_size=6, mini_batch_size=3), {**ALONE, "dp_shard": 2}, packs=False)
     assert not w.shares_prompts and w.may_accumulate
-    assert (w.row_of_update().lengths, w.row_of_update().targets) == ((1024,), 924)
+    assert (w.largest_row(w.groups_in_update).lengths, w.largest_row(w.groups_in_update).targets) == ((1024,), 924)
     assert w.micro_batches(w.computed_in_update) == 3 and w.micro_batches(w.computed_tokens) == 6
     one = workload_of(config(n=1, train_batch_size=1, mini_batch_size=1), ALONE, packs=False)
     assert not one.may_accumulate
@@ -98,7 +98,7 @@ def test_supervised_training_has_examples():
     assert w.tokens == 8 * 256 and w.optimizer_steps == 1 and not w.shares_prompts
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 32, 96
     w = workload_of(cfg, {**ALONE, "dp_shard": 2})
-    assert w.row_of_update().lengths == (128,) * 8  # shorter examples are more examples
+    assert w.largest_row(w.groups_in_update).lengths == (128,) * 8  # shorter examples are more examples
 
 
 def test_mean_lengths_are_at_most_the_longest_that_the_task_has():
