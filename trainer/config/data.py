@@ -165,6 +165,10 @@ class DataConfig(Section):
         """Return the dotted name of a key of this section, for messages."""
         return f"data.{key}"
 
+    def refusal(self, key: str, problem: str) -> UserError:
+        """Return an error about a key of this section, with its value."""
+        return UserError(f"{self.name_of(key)}={getattr(self, key)}: {problem}")
+
     def with_own_names(self, error: UserError) -> UserError:
         """Return an error about keys of `data` as one about those that this section stands for."""
         return UserError(re.sub(r"\bdata\.(\w+)", lambda match: self.name_of(match[1]), str(error)))

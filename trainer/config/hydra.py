@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -141,21 +142,13 @@ def find_groups(*directories: str) -> dict[str, list[str]]:
     """
     groups: dict[str, list[str]] = {}
     for directory in directories:
-        try:
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except OSError:  # nor does Hydra look for groups there
-            continue
-        for entry in entries:
-            names = []
-            with contextlib.suppress(OSError):  # no directory, or one that cannot be read: it has no group for us
-                names = sorted(name.removesuffix(".yaml") for name in os.listdir(entry.path) if name.endswith(".yaml"))
-            if not names:
-                continue
-            if twice := [name for name in names if name in groups.get(entry.name, ())]:
-                path = os.path.join(entry.path, f"{twice[0]}.yaml")
-                raise UserError(f"{path}: {entry.name}={twice[0]} is a choice of the project; rename the file")
-            groups[entry.name] = sorted([*groups.get(entry.name, []), *names])
-    return groups
+        for path in sorted(glob.glob("*/*.yaml", root_dir=directory)):  # Hydra passes over what cannot be read, too
+            group, _, name = path.removesuffix(".yaml").partition("/")
+            if name in groups.setdefault(group, []):
+                file = os.path.join(directory, path)
+                raise UserError(f"{file}: {group}={name} is a choice of the project; rename the file")
+            groups[group].append(name)
+    return {group: sorted(names) for group, names in groups.items()}
 
 
 def _composed(words: list[str], groups: Groups, with_hydra: bool) -> Any:

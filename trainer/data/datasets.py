@@ -151,7 +151,7 @@ class PromptReader:
         where = partial(where_of, self._data, self._split, self._total)
         self._total += 1
         if not any(message["content"] for message in messages):
-            raise UserError(f"{_prompt_key(self._data)}: {where()} has an empty prompt")
+            raise _refusal_of_prompt(self._data, f"{where()} has an empty prompt")
         if text is None:
             text = render_text(self._tokenizer, messages, True, *beside(example, where))
         try:
@@ -159,9 +159,8 @@ class PromptReader:
         except TextTooLong:
             return self._drop()
         if not token_ids:
-            raise UserError(
-                f"{_prompt_key(self._data)}: {where()} has a prompt of which the chat template writes no token"
-            )
+            problem = f"{where()} has a prompt of which the chat template writes no token"
+            raise _refusal_of_prompt(self._data, problem)
         self.check.add(messages, text, token_ids, where)
         if self._shortest is None or len(token_ids) < self._shortest:
             self._shortest = len(token_ids)
@@ -378,14 +377,12 @@ def example_of(row: Any, where: str, data: DataConfig, as_rows: bool = False) ->
 def _row(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
         keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
-        raise UserError(f"{_prompt_key(data)}: {where} must be an object with {keys}")
+        raise _refusal_of_prompt(data, f"{where} must be an object with {keys}")
     return row
 
 
-def _prompt_key(data: DataConfig) -> str:
-    """Return the key that names the column of the prompt, with its value."""
-    name = "messages_key" if data.messages_key else "prompt_key"
-    return f"{data.name_of(name)}={getattr(data, name)}"
+def _refusal_of_prompt(data: DataConfig, problem: str) -> UserError:
+    return data.refusal("messages_key" if data.messages_key else "prompt_key", problem)
 
 
 def _example(row: Any, where: str, data: DataConfig) -> Example:
@@ -393,10 +390,8 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
     if data.messages_key is not None:
         chat = read_chat(row.get(data.messages_key))
         if chat is None or len(chat) < 2 or chat[-1]["role"] != "assistant":
-            raise UserError(
-                f"{data.name_of('messages_key')}={data.messages_key}: {where} must have a list of chat messages there, "
-                "with role and content, and the last one must be the assistant's"
-            )
+            problem = "must have a list of chat messages there, with role and content, and the last one must be the"
+            raise data.refusal("messages_key", f"{where} {problem} assistant's")
         *prompt, reply = chat
         return _checked({"prompt": prompt, "answer": reply["content"], "reply": reply, "row": row}, where)
     for key, name in (("prompt_key", data.prompt_key), ("answer_key", data.answer_key)):
@@ -404,40 +399,22 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
             chats = [column for column, value in row.items() if read_chat(value) is not None]
             chat_key = data.name_of("messages_key")
             hint = f"; if {chats[0]} contains complete chats, set {chat_key}={chats[0]}" if chats else ""
-            raise UserError(f"{data.name_of(key)}={name}: {where} has no such key; it has {', '.join(row)}{hint}")
+            raise data.refusal(key, f"{where} has no such key; it has {', '.join(row)}{hint}")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
     prompt = prompt if isinstance(prompt, str) else read_chat(prompt)
     if prompt is None:
-        raise UserError(
-            f"{data.name_of('prompt_key')}={data.prompt_key}: {where} must have a string, or a list of chat messages "
-            "with role and content"
-        )
+        problem = "must have a string, or a list of chat messages with role and content"
+        raise data.refusal("prompt_key", f"{where} {problem}")
     if not isinstance(answer, (str, int, float)):
-        raise UserError(
-            f"{data.name_of('answer_key')}={data.answer_key}: {where} must have a string or a number, not "
-            f"{type(answer).__name__}"
-        )
+        problem = f"{where} must have a string or a number, not {type(answer).__name__}"
+        raise data.refusal("answer_key", problem)
     return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
 
 
 def _checked(example: Example, where: str) -> Example:
-    if isinstance(example["prompt"], str) and "reply" not in example and _is_text(example["prompt"], example["answer"]):
-        return example
-    messages = [*as_messages(example["prompt"], None), *([example["reply"]] if "reply" in example else [])]
+    said = [example["prompt"], example["answer"], example.get("reply")]
     try:
-        for text in (example["answer"], *(f"{m['role']}{m['content']}" for m in messages)):
-            text.encode()
-        others = [m for m in messages if len(m) > len(("role", "content"))]
-        if others:
-            json.dumps(others, ensure_ascii=False, default=str).encode()
+        json.dumps(said, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: contains half of a surrogate pair ({error})") from error
     return example
-
-
-def _is_text(*texts: str) -> bool:
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -37,7 +37,9 @@ def load_train(
         rollouts = [
             row for file in data.train_files for row in read_rollouts(file, tokenizer, sft.min_reward, vocab_size)
         ]
-        examples = [_encode_rollout(row, sft) for row in rollouts[: None if data.train_size < 0 else data.train_size]]
+        chosen = rollouts[: None if data.train_size < 0 else data.train_size]
+        weighs, most = sft.max_weight is not None, sft.max_length
+        examples = [_sample(one.token_ids, one.mask, one.logprobs if weighs else None, most) for one in chosen]
     else:
         examples = _encode_all(data, "train", tokenizer, sft, stops)
     usable = [example for example in examples if example.mask.any()]
@@ -83,8 +85,7 @@ def _encode_all(data: DataConfig, split: str, tokenizer: Any, sft: SFTConfig, st
         except UserError as error:
             problem, at = str(error), where()
             if not problem.startswith("model."):
-                key = "messages_key" if "reply" in example else "prompt_key"
-                problem = f"{data.name_of(key)}={getattr(data, key)}: {at}: {problem}"
+                problem = str(data.refusal("messages_key" if "reply" in example else "prompt_key", f"{at}: {problem}"))
             raise UserError(problem if at in problem else f"{problem}; the row is {at}") from error
     check.close()
     return samples
@@ -143,16 +144,11 @@ def encode_chat(
     return rows
 
 
-def _encode_rollout(sample: Sample, sft: SFTConfig) -> Sample:
-    logprobs = None if sft.max_weight is None else np.asarray(sample.logprobs, np.float64)
-    return _sample(sample.token_ids, sample.mask, logprobs, sft.max_length)
-
-
 def _sample(token_ids: Any, mask: Any, logprobs: Any, max_length: int) -> Sample:
     return Sample(
         np.asarray(token_ids[:max_length], np.int32),
         np.asarray(mask[:max_length], np.float32),
-        None if logprobs is None else logprobs[:max_length],
+        None if logprobs is None else np.asarray(logprobs[:max_length], np.float64),
     )
 
 
@@ -203,12 +199,10 @@ def load_pairs(
         total += 1
         is_long = any(len(one.token_ids) > longest for one in rows)
         long += is_long
-        samples = [
-            Sample(np.asarray(one.token_ids[:longest], np.int32), np.asarray(one.mask[:longest], np.float32))
-            for one in rows
-        ]
-        if (cuts or not is_long) and _can_be_compared(*samples):
-            pairs.append(Pair(*samples, margin=_margin(row, where, data)))
+        chosen, rejected = (_sample(one.token_ids, one.mask, None, longest) for one in rows)
+        are_equal = np.array_equal(chosen.token_ids, rejected.token_ids)
+        if (cuts or not is_long) and chosen.mask.any() and rejected.mask.any() and not are_equal:
+            pairs.append(Pair(chosen, rejected, _margin(row, where, data)))
     check.close()
     if not pairs:
         raise UserError(f"{key}={longest}: leaves no {split} pair of {total}; raise it, or look at the answers")
@@ -238,13 +232,8 @@ def _encode(
             rows += made
         check.add(before, rows[0].prompt, rows[0].token_ids, where)
     except UserError as error:
-        raise UserError(f"{data.name_of('chosen_key')}={data.chosen_key}: {where()}: {error}") from error
+        raise data.refusal("chosen_key", f"{where()}: {error}") from error
     return rows
-
-
-def _can_be_compared(chosen: Sample, rejected: Sample) -> bool:
-    has_tokens = chosen.mask.any() and rejected.mask.any()
-    return bool(has_tokens) and not np.array_equal(chosen.token_ids, rejected.token_ids)
 
 
 def read_pair(row: Any, where: Callable[[], str], data: DataConfig) -> tuple[list[Message], ...]:
@@ -258,7 +247,7 @@ def read_pair(row: Any, where: Callable[[], str], data: DataConfig) -> tuple[lis
     """
 
     def refuse(key: str, problem: str) -> NoReturn:
-        raise UserError(f"{data.name_of(key)}={getattr(data, key)}: {where()} {problem}")
+        raise data.refusal(key, f"{where()} {problem}")
 
     if not isinstance(row, Mapping):
         refuse("chosen_key", "must be an object with a better and a worse answer")
@@ -316,5 +305,5 @@ def _margin(row: Mapping[str, Any], where: Callable[[], str], data: DataConfig) 
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UserError(f"{data.name_of('margin_key')}={data.margin_key}: {where()} must have a number there, or null")
+        raise data.refusal("margin_key", f"{where()} must have a number there, or null")
     return float(value)

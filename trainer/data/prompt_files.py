@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -98,21 +98,18 @@ def load_large(
         return None
     reader = None if as_rows else PromptReader(data, "train", tokenizer, max_prompt_tokens)
     path, began = os.path.join(run_dir, FOLDER, key), time.time()
-    identity = _identity(data, files, tokenizer, max_prompt_tokens, as_rows)
+    decides = data, files, tokenizer, max_prompt_tokens, as_rows
+    identity = _identity(*decides)
     index = _kept(path, identity)
     if index is None:
         gc.freeze()  # else a third of the time goes into collections, which look at all modules again and again
         index = _read(data, key, files, reader)
         changed = max(max(status.st_mtime, status.st_ctime) for status in map(os.stat, files))
-        if (
-            identity
-            and changed + _SETTLED_S < began
-            and identity == _identity(data, files, tokenizer, max_prompt_tokens, as_rows)
-        ):
+        if identity and changed + _SETTLED_S < began and identity == _identity(*decides):
             _keep(path, identity, index)
     log_unseen(index.unseen)
     tokenizer = copy.deepcopy(tokenizer)  # the event loop draws prompts, and the main thread uses the other one
-    prompts = FilePrompts(data, tokenizer, _Source(key, files, index, reader is None))
+    prompts = FilePrompts(data, tokenizer, key, files, index, as_rows)
     return PromptSet(prompts, index.dropped, index.first_dropped)
 
 
@@ -201,69 +198,69 @@ def _kept(path: str, identity: str) -> _Index | None:
     return _Index(**{**fields, "rows": np.frombuffer(content[end + 1 :], _ROW)})
 
 
-class _Source:
-    """Open files and the index of their rows. Several threads may decode prompts, one at a time."""
+class _Prompts(Sequence[Prompt]):
+    """Prompts that are found one by one."""
 
-    def __init__(self, key: str, files: Sequence[str], index: _Index, as_rows: bool):
-        self.key, self.files, self.rows, self.digest, self.as_rows = key, files, index.rows, index.digest, as_rows
-        self.handles = [os.open(file, os.O_RDONLY) for file in files]
-        self.lock = threading.Lock()
-        weakref.finalize(self, lambda handles: [os.close(handle) for handle in handles], self.handles)
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self.prompt(one) for one in range(*place.indices(len(self)))]
+        return self.prompt(range(len(self))[place])
+
+    def prompt(self, place: int) -> Prompt:
+        """Return the prompt at a place from 0 on."""
+        raise NotImplementedError
 
 
-class FilePrompts(Sequence[Prompt]):
-    """The prompts of files, which are decoded when they are drawn.
+class FilePrompts(_Prompts):
+    """The prompts of files, which are decoded when they are drawn. Several threads may draw, one at a time decodes.
 
     Args:
-        name: of the source in which they are (see `Prompt.source`).
+        key: the config key that names the files.
+        as_rows: an environment makes the prompts from the rows.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: Any, source: _Source, name: str = ""):
-        self._data, self._tokenizer, self._source, self._name = data, tokenizer, source, name
-
-    @property
-    def digest(self) -> str:
+    def __init__(self, data: DataConfig, tokenizer: Any, key: str, files: Sequence[str], index: _Index, as_rows: bool):
+        self._data, self._tokenizer, self._key, self._files = data, tokenizer, key, files
+        self._rows, self._as_rows, self._name = index.rows, as_rows, ""
+        self.digest = index.digest
         """What `digest_rows` returns for them, as a ledger calls it."""
-        return self._source.digest
+        self._handles = [os.open(file, os.O_RDONLY) for file in files]
+        self._lock = threading.Lock()
+        weakref.finalize(self._lock, lambda handles: [os.close(handle) for handle in handles], self._handles)
 
     def of_source(self, name: str) -> FilePrompts:
-        """Return the same prompts, which name their source."""
-        return FilePrompts(self._data, self._tokenizer, self._source, name)
+        """Return the same prompts, which name their source (see `Prompt.source`)."""
+        named = copy.copy(self)
+        named._name = name
+        return named
 
     def __len__(self) -> int:
-        return len(self._source.rows)
+        return len(self._rows)
 
-    @overload
-    def __getitem__(self, place: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+    def prompt(self, place: int) -> Prompt:
         """Decode a prompt.
 
         Raises:
             UserError: its row has changed since the files were read.
         """
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        source = self._source
-        index, file, number, start, size, expected = source.rows[place].item()
-        where = f"{source.files[file]}:{number}"
-        line = os.pread(source.handles[file], size, start)
+        index, file, number, start, size, expected = self._rows[place].item()
+        where = f"{self._files[file]}:{number}"
+        line = os.pread(self._handles[file], size, start)
         if xxhash.xxh3_64_intdigest(line) != expected:
             raise UserError(
-                f"{source.key}: {where} has changed since the run read it; restore the file, or start another run"
+                f"{self._key}: {where} has changed since the run read it; restore the file, or start another run"
             )
-        example = example_of(parsed(line, where, source.key), where, self._data, source.as_rows)
-        if source.as_rows:
+        example = example_of(parsed(line, where, self._key), where, self._data, self._as_rows)
+        if self._as_rows:
             return Prompt(index, (), "", "", example, source=self._name)
-        with source.lock:  # a tokenizer works for one thread at a time
+        with self._lock:  # a tokenizer works for one thread at a time
             messages = as_messages(example["prompt"], self._data.system_prompt)
             text = render_text(self._tokenizer, messages, True, *beside(example, lambda: where))
             token_ids = encode(self._tokenizer, text, math.inf)
         return dataclasses.replace(prompt_of(index, example, messages, token_ids), source=self._name)
 
 
-class MixedPrompts(Sequence[Prompt]):
+class MixedPrompts(_Prompts):
     """The prompts of the sources of a mix, one source after another.
 
     Args:
@@ -276,10 +273,7 @@ class MixedPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return sum(map(len, self.sources.values()))
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        place = range(len(self))[place]
+    def prompt(self, place: int) -> Prompt:
         for prompts in self.sources.values():
             if place < len(prompts):
                 return prompts[place]
