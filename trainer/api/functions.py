@@ -31,10 +31,6 @@ import cloudpickle
 def describe_function(parameter: str, function: Callable[..., Any] | str) -> tuple[str, bytes | None]:
     """Return the import path of a function, and its pickle if no module holds it.
 
-    Args:
-        parameter: of `train`, for the import path and for errors.
-        function: a name or an import path is returned as it is.
-
     Raises:
         UserError: `function` is no function, or it holds something that other processes cannot get.
     """
@@ -69,11 +65,7 @@ def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
 
 
 def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> None:
-    """Write pickled functions into the run directory, and let this process and all that it starts import them.
-
-    Args:
-        pickles: for each parameter of `train`, the name of the function and its pickle.
-    """
+    """Write pickled functions into the run directory, and let this process and all that it starts import them."""
     if not pickles:
         return
     digest = hashlib.sha256(repr(sorted(pickles.items())).encode()).hexdigest()[:16]

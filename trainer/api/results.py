@@ -72,9 +72,6 @@ def read_metrics(run: str | os.PathLike[str]) -> pandas.DataFrame:
 
     The run may still be running.
 
-    Args:
-        run: a run directory, or a `metrics.jsonl`.
-
     Raises:
         UserError: there are no metrics, or a line of them is damaged.
     """

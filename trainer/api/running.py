@@ -110,12 +110,7 @@ def train(
 
 
 def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = False) -> RunResult:
-    """Return the result of a run whose process has ended with `status`, or raise what `train` raises.
-
-    Args:
-        reports: what the process has reported: its paths first, the reason of its end last.
-        stops: the caller's `on_step` has asked for the end.
-    """
+    """Return the result of a run whose process has ended with `status`, or raise what `train` raises."""
     paths = reports[0] if reports and "run_dir" in reports[0] else None
     text = reports[-1].get("text", "") if reports else ""
     if status == 0 and paths is not None:

@@ -174,11 +174,7 @@ class DataConfig(Section):
         return UserError(re.sub(r"\bdata\.(\w+)", lambda match: self.name_of(match[1]), str(error)))
 
     def with_source(self, section: str, source: NamedData) -> DataConfig:
-        """Return the section of a run that reads only these rows.
-
-        Args:
-            section: dotted name of `source`, such as `data.mix.math`.
-        """
+        """Return the section of a run that reads only these rows."""
         return _DataOfSource(
             train_files=source.files,
             val_files=source.files,

@@ -214,12 +214,8 @@ def _set_defaults_of_task(config: Config) -> None:
 
 
 def read_section(given: Any, key: str, base: S) -> S:
-    """Return the section that `given` describes, with every value checked on its own.
-
-    Args:
-        given: nested mappings with the values that the user has set.
-        key: dotted name of the section, for messages.
-        base: a section of the same class, with the values of what the user has not set.
+    """Return the section that `given` describes, with every value checked on its own. What is not given is as in
+    `base`, a section of the same class.
 
     Raises:
         UserError: one sentence that names the key, its value and what is valid.
@@ -377,13 +373,7 @@ def _located(sentence: str, words: Sequence[str]) -> str:
 
 
 def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None = None, prefix: str = "") -> UserError:
-    """Return the error for the user: the key, what is valid, file and line.
-
-    Args:
-        words: of the command line.
-        groups: names of the groups, with their choices.
-        prefix: dotted name of the section, with a dot, if the config is that of a section alone.
-    """
+    """Return the error for the user: the key, what is valid, file and line."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)

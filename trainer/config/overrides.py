@@ -61,10 +61,6 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
     """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two where the user
     has chosen it.
 
-    Args:
-        groups: names of the groups, with their choices.
-        sweeps: one job runs for each combination of values.
-
     Raises:
         UserError: lists the overrides that cannot be read, and the keys that do not exist.
     """

@@ -565,11 +565,7 @@ class SavedRun:
 
 
 def resume_rules(config: Config, saved: SavedRun | None = None) -> dict[str, ResumeRule]:
-    """Return what a resume may do with each key.
-
-    Args:
-        saved: the run to resume. None: only the rules of the fields.
-    """
+    """Return what a resume may do with each key. Without a saved run: the rules of the fields."""
     rules = fields.resume_rules(config)
     if saved is None:
         return rules

@@ -210,11 +210,7 @@ def critic_role(config: Config) -> RoleSpec:
 
 
 def reference_role(config: Config, moves: bool = True) -> RoleSpec:
-    """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step.
-
-    Args:
-        moves: read `algorithm.ref_sync_interval`.
-    """
+    """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step."""
     t, interval = config.trainer, config.algorithm.ref_sync_interval if moves else 0
     is_copied = interval > 0
     is_policy_base = t.policy.lora.rank is not None and not is_copied

@@ -110,11 +110,7 @@ def _with_other_arguments(call: Any) -> Any:
 
 
 def writes_strings(text: str, messages: Sequence[Message]) -> bool:
-    """Return whether a rendered text has arguments of a call as a JSON string, in quotes.
-
-    Args:
-        messages: of the chat, some with calls.
-    """
+    """Return whether a rendered text has arguments of a call as a JSON string, in quotes."""
     calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, Mapping)]
     given = [call.get("function", call).get("arguments") for call in calls]
     return any(isinstance(one, str) and (json.dumps(one, ensure_ascii=False) in text) for one in given)
@@ -219,10 +215,6 @@ class PromptCheck:
 
     def add(self, messages: Sequence[Message], text: str, token_ids: Sequence[int], where: Callable[[], str]) -> None:
         """Check one prompt.
-
-        Args:
-            text: what the template writes.
-            token_ids: of the text.
 
         Raises:
             UserError: it writes nothing of what the user says, or of `data.system_prompt`.

@@ -328,10 +328,6 @@ def render_text(
     The arguments of calls are objects, or JSON text as the API of OpenAI has them. A template that cannot write them as
     they are, or that writes a text as a JSON string, gets them in the other form.
 
-    Args:
-        tools: schemas that the template describes in its own way.
-        variables: of the template.
-
     Raises:
         UserError: the chat template refuses it (some support no system message, others require alternating roles).
     """
@@ -364,9 +360,6 @@ def render_text(
 
 def example_of(row: Any, where: str, data: DataConfig, as_rows: bool = False) -> Example:
     """Return the example in a row of a file.
-
-    Args:
-        as_rows: return the row. It may have any columns.
 
     Raises:
         UserError: it lacks a column, or has something else there. `where` names it.

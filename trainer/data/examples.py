@@ -27,9 +27,6 @@ def load_train(
 
     Examples whose loss mask is all 0 are dropped: the limit has cut off the complete answer, or the reward is too low.
 
-    Args:
-        stops: the tokens that end a reply.
-
     Raises:
         UserError: the data cannot be read or learnt, or no example is left.
     """
@@ -105,10 +102,6 @@ def encode(
     A reply is what the chat template writes of it after the generation prompt, up to the token that ends it. Before
     each reply stands what the policy would see there. Most templates write a chat so that it is one sample; if one
     writes an earlier turn in another way later (Qwen3 drops its thought), the next reply begins a new one.
-
-    Args:
-        check: notes what the template does not write of the prompt.
-        where: names the row.
 
     Raises:
         UserError: the chat template does not write a reply.

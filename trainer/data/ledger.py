@@ -335,11 +335,6 @@ class MixLedger:
 
     A resume may change weights and the set of sources: then shares count from the step of the resume on. A new source
     begins with its first row. A source that is dropped keeps its place, and continues there if it comes back.
-
-    Args:
-        ledgers: of the sources, by their names.
-        weights: of the sources.
-        rows: number of rows of each source.
     """
 
     def __init__(self, ledgers: Mapping[str, Ledger], weights: Mapping[str, float], rows: Mapping[str, int]):

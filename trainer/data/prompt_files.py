@@ -82,9 +82,6 @@ def load_large(
 ) -> PromptSet | None:
     """Return the training prompts, if they are in large files of JSON lines; None: they are not.
 
-    Args:
-        as_rows: an environment makes the prompts from the rows.
-
     Raises:
         UserError: see `load_prompts` and `load_rows`.
     """
@@ -212,12 +209,7 @@ class _Prompts(Sequence[Prompt]):
 
 
 class FilePrompts(_Prompts):
-    """The prompts of files, which are decoded when they are drawn. Several threads may draw, one at a time decodes.
-
-    Args:
-        key: the config key that names the files.
-        as_rows: an environment makes the prompts from the rows.
-    """
+    """The prompts of files, which are decoded when they are drawn. Several threads may draw, one at a time decodes."""
 
     def __init__(self, data: DataConfig, tokenizer: Any, key: str, files: Sequence[str], index: _Index, as_rows: bool):
         self._data, self._tokenizer, self._key, self._files = data, tokenizer, key, files
@@ -261,11 +253,7 @@ class FilePrompts(_Prompts):
 
 
 class MixedPrompts(_Prompts):
-    """The prompts of the sources of a mix, one source after another.
-
-    Args:
-        sources: by their names in the mix.
-    """
+    """The prompts of the sources of a mix, one source after another."""
 
     def __init__(self, sources: Mapping[str, Sequence[Prompt]]):
         self.sources = sources

@@ -138,10 +138,7 @@ def keys_in(data: bytes) -> tuple[list[str], dict[str, str]]:
 
 
 def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dict[str, list[Episode]], dict[str, str]]:
-    """Return the groups of a file, by key, and the metadata of the file.
-
-    Args:
-        keys: of the groups that are returned; None: all.
+    """Return the groups of a file, by key, and the metadata of the file. With `keys`, only those of these keys.
 
     Raises:
         ValueError: the file is damaged, or is another one.

@@ -31,9 +31,6 @@ Rows = Iterator[tuple[str, Any]]
 def read_rows(file: str, key: str) -> Rows:
     """Yield each row of a file or Hub data set, with all fields of its structs.
 
-    Args:
-        key: the config key that names the file, for errors.
-
     Raises:
         UserError: the file is missing, empty or malformed.
     """
@@ -242,9 +239,6 @@ def digest_rows(rows: Iterable[Mapping[str, Any]], *more: Any) -> str:
 
     Rows are encoded as JSON with sorted keys, so the order of columns in a file does not matter. A missing column
     differs from a column with null.
-
-    Args:
-        more: further values to include.
     """
     digest = RowDigest(*more)
     for row in rows:

@@ -85,9 +85,6 @@ def reply_text(tokenizer: Any, token_ids: Sequence[int], has_ended: bool) -> str
     """Return the text of a reply, with its special tokens, such as `<answer>` or the marks of a thought.
 
     The token that has ended a reply is left out, and so are the tokenizer's tokens for end and padding.
-
-    Args:
-        has_ended: the policy has ended it: then the last token is the end.
     """
     ids = [int(token) for token in token_ids]
     if has_ended and ids and ids[-1] in _added_tokens(tokenizer):  # a piece of a word ends a reply only at a stop text

@@ -18,11 +18,7 @@ Write = Callable[[Sequence[Message], bool], str]
 
 
 class Stops:
-    """The tokens that end a reply, and their texts.
-
-    Args:
-        token_ids: see `trainer.models.tokenizer.stop_token_ids`.
-    """
+    """The tokens that end a reply, and their texts."""
 
     def __init__(self, tokenizer: Any, token_ids: Collection[int]):
         added = tokenizer.added_tokens_decoder
@@ -123,11 +119,7 @@ def _name(index: int) -> str:
 
 
 def _after(write: Write, messages: Sequence[Message], index: int, prompt: str, whole: str, stops: Stops) -> str | None:
-    """Return what the template writes of a reply after the generation prompt; None: nothing.
-
-    Args:
-        whole: the chat up to the reply.
-    """
+    """Return what the template writes of a reply after the generation prompt; None: nothing."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     return _after_header(write, messages, index, prompt, whole) or _after_thought(messages[index], prompt, whole, stops)

@@ -69,11 +69,7 @@ _MODEL = ".model-"
 
 
 def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
-    """Evaluate `subject`, or what a killed start of the same evaluation has left to do; write and return the results.
-
-    Args:
-        device: `cuda` or `cpu`.
-    """
+    """Evaluate `subject`, or what a killed start has left of the same evaluation; write and return the results."""
     directory = cfg.trainer.run_dir
     _refuse_run(directory)
     before = pin({} if subject.checkpoint is None else read_revisions(subject.checkpoint))

@@ -78,9 +78,6 @@ class Subject:
 def find_subject(words: Sequence[str]) -> tuple[Subject, list[str]]:
     """Return what the command line names, and the overrides for Hydra.
 
-    Args:
-        words: those of the user: perhaps a path, `--best` or `--step N`, flags of Hydra, and overrides.
-
     Raises:
         UserError: nothing is named, or it cannot be evaluated.
     """

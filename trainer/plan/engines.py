@@ -81,9 +81,6 @@ def plan_engine(cfg: Config, policy: ModelShape, device: Device, workload: Workl
     generates, as that of transformers, holds the keys and values of the rows that run together, at most as long as the
     longest sequence.
 
-    Args:
-        policy: the complete model, without tensor parallelism.
-
     Raises:
         UserError: the config of the model does not say what its layers keep of a sequence.
     """
@@ -137,11 +134,7 @@ def numbers_of_layer(text: Any, tp: int) -> int:
 def engine_problem(
     cfg: Config, cluster: Cluster, engine: PlannedEngine, workload: Workload, policy: ModelShape
 ) -> str | None:
-    """Return why the engines cannot work with their GPUs and the memory of these; None: they can.
-
-    Args:
-        policy: the complete model, without tensor parallelism.
-    """
+    """Return why the engines cannot work with their GPUs and the memory of these; None: they can."""
     size, heads = engine.gpus, policy.text.num_attention_heads
     if size > cluster.per_node:
         key = f"rollout.tensor_parallel_size={size}"
@@ -168,10 +161,6 @@ def engine_problem(
 
 def cache_of(cfg: Config, model: ModelShape, itemsize: int, tp: int) -> SequenceCache:
     """Return what vLLM keeps of a sequence on one of `tp` devices. transformers keeps as much, or a little less.
-
-    Args:
-        model: the complete model, without tensor parallelism.
-        itemsize: bytes of a number.
 
     Raises:
         UserError: the config of the model does not say what its layers keep.

@@ -193,9 +193,6 @@ class Cluster:
         """Return the bytes per second that each of `ranks` ranks sends to the next one in a ring.
 
         NCCL has a ring for each NIC, so that each node of the ranks sends through those of all its ranks at once.
-
-        Args:
-            stride: distance of their numbers.
         """
         if self.nodes == 1 or 1 + (ranks - 1) * stride <= self.per_node:
             return self.device.link

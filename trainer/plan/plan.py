@@ -171,11 +171,7 @@ def _with_engine(phase: Phase, engine: PlannedEngine) -> Phase:
 
 
 def shared_weights(cfg: Config, policy: ModelShape, cluster: Cluster) -> int:
-    """Return the bytes of the policy's weights that go to the engines through the shared memory of a node.
-
-    Args:
-        policy: the complete model, without tensor parallelism.
-    """
+    """Return the bytes of the policy's weights that go to the engines through the shared memory of a node."""
     syncs = cfg.task.generates and cfg.task.trains and cfg.num_engines and not cfg.syncs_adapter
     if not syncs or not writes_shared_memory(cfg, cluster.device.kind):
         return 0

@@ -64,11 +64,7 @@ def plan_time(
     engine: PlannedEngine | None,
     workload: Workload,
 ) -> StepTime:
-    """Return the time of a step.
-
-    Args:
-        whole: the policy's model, without tensor parallelism.
-    """
+    """Return the time of a step."""
     phases = dict.fromkeys(("rollout", "scores", "update", "sync", "copies"), 0.0)
     crowd = max(1.0, cfg.trainer.num_workers / cluster.per_node) if cluster.device.is_cpu else 1.0  # ranks of a core
     driver = workload.rows * ROW_S[cluster.device.kind]
@@ -93,12 +89,7 @@ def plan_time(
 def pass_seconds(
     cfg: Config, cluster: Cluster, role: PlannedRole, workload: Workload, tokens: float, trained: bool
 ) -> float:
-    """Return the seconds of a pass without gradients of a role's model, or of an optimizer step.
-
-    Args:
-        tokens: that all data-parallel ranks compute together.
-        trained: of an optimizer step.
-    """
+    """Return the seconds of a pass without gradients of a role's model, or of an optimizer step."""
     device, model, n = cluster.device, role.model, role.shards
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
     again = RECOMPUTED[role.fsdp.activation_checkpointing] if trained else 0.0

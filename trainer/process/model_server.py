@@ -57,10 +57,6 @@ class ModelServer:
 
     Each method waits for a server that does not answer, up to `SERVER_ABSENCE_S`.
 
-    Args:
-        key: the config key of the address, for messages.
-        computes: what the run needs, `LOGPROBS` or `SCORES`.
-
     Raises:
         UserError: the server refuses, or is not what the run needs.
         WorkerError: it has not answered in time (cause `server_absent`).

@@ -60,10 +60,8 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
 
 
 def resume_rules(cfg: Config, saved: SavedRun, harmless: Collection[str] = ()) -> dict[str, ResumeRule]:
-    """Return what a resume of the run `saved` with the config `cfg` may do with each key.
-
-    Args:
-        harmless: further keys that may change.
+    """Return what a resume of the run `saved` with the config `cfg` may do with each key. The keys in `harmless` may
+    change, too.
     """
     rules, free = config_rules(cfg, saved), cfg.task.may_change
     unread = {key for key in rules if not cfg.reads(key) or matches(key, free)}

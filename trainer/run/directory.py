@@ -35,11 +35,7 @@ LOG = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """A run's directory and its checkpoints, held by this process from `open` to `close`.
-
-    Args:
-        cfg: `trainer.run_dir` and `trainer.ckpt_path` are the directories.
-    """
+    """A run's directory and its checkpoints, held by this process from `open` to `close`."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -191,10 +187,8 @@ class RunDirectory:
         INCIDENTS.note("driver", "driver", "killed process", action, text, step=step, cost_s=cost_s)
 
     def rediscover(self, copy: Checkpoint | None = None) -> None:
-        """Find the newest checkpoint of this run, after the ranks have died. Without one, it is that of the start.
-
-        Args:
-            copy: the newest one in shared memory.
+        """Find the newest checkpoint of this run, after the ranks have died. Without one, it is that of the start. A
+        `copy` is in shared memory.
 
         Raises:
             UserError: the checkpoints of this run are missing, or none is valid.

@@ -29,11 +29,8 @@ def command_of(words: Sequence[str]) -> list[str]:
 
 
 def next_command(start: Mapping[str, Any], changes: Mapping[str, str | None]) -> str:
-    """Return how to continue the run: a line for a shell; for a run from Python, the call.
-
-    Args:
-        start: the line of `starts.jsonl`.
-        changes: keys that the next start sets, with their values; None: a key that it does not set any more.
+    """Return how to continue the run: a line for a shell; for a run from Python, the call. A change to None drops the
+    key.
     """
     command = command_of(start["command"])
     directory = shlex.quote(start["directory"])

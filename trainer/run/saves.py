@@ -135,9 +135,6 @@ class Saves:
     def save_last(self, step: int, save: Callable[[], None]) -> None:
         """Save the last state of this process; try again if that fails.
 
-        Args:
-            save: begins to save `step`.
-
         Raises:
             NotSavedError: every try failed.
         """
