@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.errors import UserError
@@ -221,6 +222,11 @@ def changed_keys(section: Any, default: Any, name: str) -> list[str]:
     """Return the dotted names of the keys whose values differ from `default`, a section of the same type."""
     pairs = zip(walk_keys(section, name), walk_keys(default, name), strict=True)
     return [key for (key, value, _), (_, other, _) in pairs if value != other]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of the patterns covers a key, or with a dot at its end a section."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -10,10 +10,9 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.config.fields import value_of
+from trainer.config.fields import matches, value_of
 from trainer.config.schema import (
     MAPPINGS,
     NAMES,
@@ -109,7 +108,7 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
         if name.startswith(f"{OPTIONS}.") and config.task.options:
             continue
         shown = without_source(name)
-        if any(fnmatchcase(one, pattern) for one in (shown, f"{shown}.") for pattern in config.task.unread):
+        if matches(shown, config.task.unread) or matches(f"{shown}.", config.task.unread):
             unread.append(word if section_named(name) is not None and "{" not in word else name)
     return unread
 

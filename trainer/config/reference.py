@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trainer.config.fields import RESUME, ResumeRule, constraint_of, resume_rules, walk_sections
+from trainer.config.fields import RESUME, constraint_of, resume_rules, walk_sections
 from trainer.config.schema import counterpart_of, foreign_keys, with_sections, without_source
 from trainer.errors import UserError, did_you_mean
 from trainer.process.log_setup import ToolParser, run_tool, show
@@ -58,8 +58,11 @@ def _rows() -> Iterator[tuple[str, tuple[str, str, str, str, str]]]:
         for f in dataclasses.fields(section):
             key, value = f"{name}.{f.name}", getattr(section, f.name)
             if not dataclasses.is_dataclass(value):
-                shown = "{}" if constraint_of(f).section else as_written(value)
-                yield name, (key, _type_of(f), f"`{shown}`", _rule(rules[key]), docs[f.name])
+                constraint, rule = constraint_of(f), rules[key]
+                kind = ", ".join(filter(None, (str(f.type).replace("|", "or"), constraint.bounds())))
+                shown = "{}" if constraint.section else as_written(value)
+                resume = ": ".join(filter(None, (rule.change, rule.reason)))
+                yield name, (key, kind, f"`{shown}`", resume, docs[f.name])
             elif without_source(key) != key:
                 yield name, (key, "section", "the run's", "that of the key", docs[f.name])
 
@@ -110,15 +113,6 @@ def field_docs(cls: type) -> dict[str, str]:
         if isinstance(statement, ast.AnnAssign) and is_text:
             docs[statement.target.id] = " ".join(following.value.value.split())  # type: ignore[union-attr]
     return docs
-
-
-def _type_of(field: dataclasses.Field[Any]) -> str:
-    kind, bounds = str(field.type).replace("|", "or"), constraint_of(field).bounds()
-    return f"{kind}, {bounds}" if bounds else kind
-
-
-def _rule(rule: ResumeRule) -> str:
-    return f"{rule.change}: {rule.reason}" if rule.reason else rule.change
 
 
 def as_written(value: object) -> object:

@@ -11,13 +11,12 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig, DPOConfig, NamedData, RMConfig, SFTConfig
 from trainer.config.engines import EngineSpec, find_engine
-from trainer.config.fields import Section, subsection, value_of, walk_keys, walk_sections
+from trainer.config.fields import Section, matches, subsection, value_of, walk_keys, walk_sections
 from trainer.config.model import ModelConfig
 from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RewardModelConfig, RolloutConfig
 from trainer.config.tasks import OPTIONS, RoleSpec, ServerSpec, TaskSpec, find_task, servers_of
@@ -177,11 +176,11 @@ class Config(Section):
         if task.options and f"{key}.".startswith(f"{OPTIONS}."):
             return True
         unread = (*task.unread, *(task.unused_with_path if self.model.path is not None else ()))
-        return not any(fnmatchcase(key, pattern) for pattern in unread)
+        return not matches(key, unread)
 
     def reads_section(self, name: str) -> bool:
         """Return whether the run reads a key of the section."""
-        return not any(fnmatchcase(f"{name}.", pattern) for pattern in self.task.unused)
+        return not matches(f"{name}.", self.task.unused)
 
     def sections(self, kind: type[_Section]) -> Iterator[tuple[str, _Section]]:
         """Yield the dotted names and the values of all sections of a kind that the run reads."""

@@ -11,12 +11,11 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.algorithm import TEACHER_KEY, TEACHER_LOGPROBS, TEACHER_URL
 from trainer.config.data import SIMPO
-from trainer.config.fields import value_of
+from trainer.config.fields import matches, value_of
 from trainer.config.model import FSDPConfig, LoraConfig, OptimizerConfig
 from trainer.errors import UserError, did_you_mean
 from trainer.import_utils import import_function, import_numpy, user_code
@@ -284,20 +283,10 @@ def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:
     return (*roles, *teacher_roles(config))
 
 
-def supervised_roles(config: Config) -> tuple[RoleSpec, ...]:
-    """Return the role of supervised training: the policy, which makes one optimizer step in each step."""
-    return (policy_role(config, like_policy(config, config.sft.optimizer), updates_per_step=1),)
-
-
 def preference_roles(config: Config) -> tuple[RoleSpec, ...]:
     """Return the policy, and its initial weights as the reference, if the loss has one."""
     policy = policy_role(config)
     return (policy,) if config.dpo.loss_type == SIMPO else (policy, reference_role(config, moves=False))
-
-
-def reward_model_roles(config: Config) -> tuple[RoleSpec, ...]:
-    """Return the trained reward model, which is the policy for all that loops over roles."""
-    return (dataclasses.replace(policy_role(config), head=SCORE),)
 
 
 KEY = "trainer.task"
@@ -387,7 +376,7 @@ class TaskSpec:
             if default is not None and type(value) not in kinds:
                 raise UserError(f"{OPTIONS}.{name}={value}: must be a value like its default, {default}")
         unknown = [name for name in given if name not in self.options]
-        if unknown and self.options and any(fnmatchcase("algorithm.", pattern) for pattern in self.unused):
+        if unknown and self.options and matches("algorithm.", self.unused):
             meant = did_you_mean(unknown[0], self.options) or f"the options are {', '.join(self.options)}"
             raise UserError(f"{OPTIONS}.{unknown[0]}={given[unknown[0]]}: the task has no such option; {meant}")
 
@@ -460,7 +449,8 @@ TASKS: dict[str, TaskSpec] = {
     "sft": TaskSpec(
         "sft",
         objective="cross_entropy",
-        roles=supervised_roles,
+        # The policy makes one optimizer step in each step.
+        roles=lambda config: (policy_role(config, like_policy(config, config.sft.optimizer), updates_per_step=1),),
         total_steps="sft.steps",
         optimizer="sft.optimizer",
         best="val/loss",
@@ -504,7 +494,8 @@ TASKS: dict[str, TaskSpec] = {
     "rm": TaskSpec(
         "rm",
         objective="reward_model",
-        roles=reward_model_roles,
+        # A trained reward model is the policy for all that loops over roles.
+        roles=lambda config: (dataclasses.replace(policy_role(config), head=SCORE),),
         longest="rm.max_length",
         rows_of_group=2,
         best="val/loss",
@@ -551,15 +542,9 @@ def find_task(name: str) -> TaskSpec:
         spec = import_function(name, KEY, known=TASKS)
     if not isinstance(spec, TaskSpec):
         raise UserError(f"{KEY}={name}: is a {type(spec).__name__}; it must be a trainer.tasks.TaskSpec")
-    problem = _problem_of(spec)
-    if problem is not None:
+    if spec.best and spec.best not in spec.metrics:
+        raise UserError(f"{KEY}={name}: its `best` is {spec.best}, which its `metrics` do not declare")
+    if spec.best and spec.metrics[spec.best].better not in ("min", "max"):
+        problem = f"its `metrics` do not say whether a high or a low {spec.best} is better"
         raise UserError(f"{KEY}={name}: {problem}")
     return spec
-
-
-def _problem_of(spec: TaskSpec) -> str | None:
-    if spec.best and spec.best not in spec.metrics:
-        return f"its `best` is {spec.best}, which its `metrics` do not declare"
-    if spec.best and spec.metrics[spec.best].better not in ("min", "max"):
-        return f"its `metrics` do not say whether a high or a low {spec.best} is better"
-    return None

@@ -7,10 +7,10 @@ import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import TaskSpec
+from trainer.config.fields import matches
 from trainer.config.hydra import conf_dir, find_groups, store_recorded
 from trainer.config.overrides import parsed
 from trainer.config.schema import KEYS, MAPPINGS, NAME, SECTIONS
@@ -46,16 +46,12 @@ def _build(config: Any) -> NoReturn:
     raise UserError(f"trainer.task={PATH}: is no training; give the command trainer evaluate")
 
 
-def _is_read(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in READ)
-
-
 def _unused() -> tuple[str, ...]:
     """Return patterns of all keys that are not read, and of the sections and mappings of which no key is."""
-    keys = [key for key in KEYS if not _is_read(key) and NAME not in key]
+    read = [key for key in KEYS if matches(key, READ)]
     whole = [name for name in (*SECTIONS, *MAPPINGS) if name and NAME not in name]
-    none = [f"{name}.*" for name in whole if not any(_is_read(key) for key in KEYS if f"{key}.".startswith(f"{name}."))]
-    return (*keys, *none)
+    none = [f"{name}.*" for name in whole if not any(f"{key}.".startswith(f"{name}.") for key in read)]
+    return (*(key for key in KEYS if key not in read and NAME not in key), *none)
 
 
 EVALUATION = TaskSpec(_build, generates=True, trains=False, unused=_unused())
@@ -185,7 +181,7 @@ def _store_config(path: str, config: dict[str, Any], given: dict[str, str]) -> s
         read = {}
         for name, value in section.items():
             key = f"{prefix}{name}"
-            if not any(fnmatchcase(shown, pattern) for shown in (key, f"{key}.") for pattern in dropped):
+            if not matches(key, dropped) and not matches(f"{key}.", dropped):
                 read[name] = part(value, f"{key}.") if isinstance(value, dict) else value
         return read
 

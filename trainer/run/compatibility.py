@@ -6,12 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.checkpoint.components import is_allowed
 from trainer.config import TASKS, Config, correction_of
-from trainer.config.fields import HARMLESS, RESUME, ResumeRule
+from trainer.config.fields import HARMLESS, RESUME, ResumeRule, matches
 from trainer.config.rules import SavedRun
 from trainer.config.rules import resume_rules as config_rules
 from trainer.config.schema import MAPPINGS, is_open, plain, with_sections, without_source
@@ -119,11 +118,6 @@ def altering(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> list
     return [change.key for change in changes if rules[change.key].change not in same]
 
 
-def same_rounding(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> bool:
-    """Return whether what is computed before and after the changes is equal to the last bit, where it is the same."""
-    return not any(rules[change.key].change == "rounding" for change in changes)
-
-
 def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings that decide rollouts and rewards, and those that decide the update, by key.
 
@@ -156,11 +150,6 @@ def added_steps(changes: list[Change], cfg: Config, step: int) -> dict[str, int]
     critic.warmup_steps = saved.get("trainer.critic.warmup_steps", critic.warmup_steps)
     old = {role.name: role.optimizer_steps(step) for role in before.roles}
     return {role.name: role.optimizer_steps(step) - old[role.name] for role in cfg.roles if role.trained}
-
-
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether one of the patterns covers the key `name`."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
