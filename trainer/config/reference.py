@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from trainer.config.fields import RESUME, constraint_of, resume_rules, walk_sections
 from trainer.config.schema import counterpart_of, foreign_keys, with_sections, without_source

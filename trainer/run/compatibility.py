@@ -118,6 +118,11 @@ def altering(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> list
     return [change.key for change in changes if rules[change.key].change not in same]
 
 
+def same_rounding(changes: Sequence[Change], rules: Mapping[str, ResumeRule]) -> bool:
+    """Return whether what is computed before and after the changes is equal to the last bit, where it is the same."""
+    return not any(rules[change.key].change == "rounding" for change in changes)
+
+
 def deciding_settings(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings that decide rollouts and rewards, and those that decide the update, by key.
 

@@ -169,7 +169,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     return Resume(
         checkpoint,
         Restore(restored, fork, added_steps),
-        same_rounding=versions == {__version__} and all(rules[one.key].change != "rounding" for one in since),
+        same_rounding=versions == {__version__} and compatibility.same_rounding(since, rules),
         altered=bool(altering),
     )
 
