@@ -21,21 +21,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from trainer.config import schema
 from trainer.config.fields import value_of, walk_keys
 from trainer.config.overrides import GROUP, checked, mark_texts, parsed, unquoted
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
-from trainer.config.schema import (
-    MAPPINGS,
-    SECTIONS,
-    Config,
-    is_name,
-    no_such_key,
-    refuse_unknown_keys,
-    section_named,
-    type_of,
-    valid_keys,
-)
+from trainer.config.schema import Config
 from trainer.config.tasks import find_task
 from trainer.errors import UserError, did_you_mean, one_line
 from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
@@ -184,11 +175,11 @@ def to_config(dict_config: Any) -> Config:
             "it by an environment variable: ${oc.env:NAME}"
         )
     name_secrets(OmegaConf.to_container(dict_config, resolve=False))
-    for key, cls in MAPPINGS.items():  # the sections that the user has named, such as `data.mix.math`
+    for key, cls in schema.MAPPINGS.items():  # the sections that the user has named, such as `data.mix.math`
         given: dict[str, Any] = value_of(config, key)
         made = {str(one): read_section(given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
         setattr(value_of(config, key.rpartition(".")[0]), key.rpartition(".")[2], made)
-    refuse_unknown_keys(config)
+    schema.refuse_unknown_keys(config)
     _set_defaults_of_task(config)
     if config.rollout.num_engines == RolloutConfig.num_engines:
         config.rollout.num_engines = max(1, len(config.rollout.urls))
@@ -202,8 +193,8 @@ def _set_defaults_of_task(config: Config) -> None:
     given = {word.partition("=")[0].lstrip("+~") for word in words_given()}
     in_files = _CHOSEN | _LINES.keys()
     for key, value in config.task.defaults.items():
-        if not is_name(key):
-            raise UserError(f"trainer.task={config.trainer.task}: sets a default of {no_such_key(key)}")
+        if not schema.is_name(key):
+            raise UserError(f"trainer.task={config.trainer.task}: sets a default of {schema.no_such_key(key)}")
         section, _, name = key.rpartition(".")
         is_given = key in in_files or any(f"{key}.".startswith(f"{one}.") for one in given)
         if not is_given and value_of(config, key) == value_of(Config(), key):
@@ -384,7 +375,7 @@ def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None 
     if missing is not None:
         return UserError(_of_choice(missing, words, groups or {}))
     if wrong := re.search(r"is not a subclass of (\w+)", text):  # a plain value in place of a section
-        key = next((name for name, cls in SECTIONS.items() if cls.__name__ == wrong[1]), "")
+        key = next((name for name, cls in schema.SECTIONS.items() if cls.__name__ == wrong[1]), "")
         key = key.rpartition(".")[2] if prefix else key
     else:
         key = next((key for cause in chain if (key := getattr(cause, "full_key", None))), "")
@@ -399,13 +390,13 @@ def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None 
 
 
 def _of_key(key: str, reason: str, groups: Groups) -> str:
-    if not is_name(key) and not key.startswith("hydra."):
-        return no_such_key(key, groups)
-    if section_named(key) is not None and (keys := valid_keys(key)):
+    if not schema.is_name(key) and not key.startswith("hydra."):
+        return schema.no_such_key(key, groups)
+    if schema.section_named(key) is not None and (keys := schema.valid_keys(key)):
         shown = [*keys[:20], *(["… (docs/config.md lists all)"] if len(keys) > 20 else [])]
         return f"{key}: is a section, and takes no value; its keys are {', '.join(shown)}"
     reason = reason.partition("resolving interpolation: ")[2] or reason
-    kind = "" if "nterpolation" in reason or "nvironment" in reason else type_of(re.sub(r"\[\w+\]$", "", key))
+    kind = "" if "nterpolation" in reason or "nvironment" in reason else schema.type_of(re.sub(r"\[\w+\]$", "", key))
     return f"{key}: {one_line(reason)}" + (f"; it must be {kind.replace('None', 'null')}" if kind else "")
 
 

@@ -12,20 +12,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainer.config import schema
 from trainer.config.fields import matches, value_of
-from trainer.config.schema import (
-    MAPPINGS,
-    NAMES,
-    OPEN_SECTIONS,
-    Config,
-    is_name,
-    is_open,
-    no_such_key,
-    plain,
-    section_named,
-    type_of,
-    without_source,
-)
+from trainer.config.schema import Config
 from trainer.config.tasks import OPTIONS
 from trainer.errors import UserError, as_list, did_you_mean, one_line
 from trainer.process.log_setup import ToolParser
@@ -67,9 +56,11 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
     for word in overrides:
         bare = word.lstrip("+")
         key = bare.partition("=")[0].lstrip("~")
-        if any(f"{key}.".startswith(f"{mapping}.") for mapping in MAPPINGS) or is_open(key.rpartition(".")[0]):
+        if any(f"{key}.".startswith(f"{mapping}.") for mapping in schema.MAPPINGS) or schema.is_open(
+            key.rpartition(".")[0]
+        ):
             word = f"++{bare}"
-        elif key in groups or is_name(key) and not is_open(key):
+        elif key in groups or schema.is_name(key) and not schema.is_open(key):
             word = bare
         problems += [problem] if (problem := _problem(word, key, groups, sweeps)) else []
         accepted.append(quoted(word))
@@ -87,9 +78,9 @@ def _problem(word: str, key: str, groups: Mapping[str, Sequence[str]], sweeps: b
     if word and os.path.exists(os.path.join(word, "config.yaml")):
         return f"{shown}: is a directory, not KEY=VALUE; for its config write --config={shown}/config.yaml"
     sections = [key[:end] for end, letter in enumerate(key) if letter == "."]
-    is_known = key in (*NAMES, *groups, GROUP) or is_name(key) or any(map(is_open, sections))
+    is_known = key in (*schema.NAMES, *groups, GROUP) or schema.is_name(key) or any(map(schema.is_open, sections))
     if re.fullmatch(r"[\w.]+", key) and not is_known and not key.startswith("hydra"):
-        return no_such_key(key, groups)
+        return schema.no_such_key(key, groups)
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
@@ -107,9 +98,9 @@ def unread_words(words: Sequence[str], config: Config) -> list[str]:
     for word, name in names.items():
         if name.startswith(f"{OPTIONS}.") and config.task.options:
             continue
-        shown = without_source(name)
+        shown = schema.without_source(name)
         if matches(shown, config.task.unread) or matches(f"{shown}.", config.task.unread):
-            unread.append(word if section_named(name) is not None and "{" not in word else name)
+            unread.append(word if schema.section_named(name) is not None and "{" not in word else name)
     return unread
 
 
@@ -127,7 +118,7 @@ def refuse_unread(words: Sequence[str], config: Config) -> None:
             "task (a config file may have keys of several tasks)"
         )
     for key in [word.partition("=")[0].lstrip("+~") for word in words]:
-        shown = without_source(key)
+        shown = schema.without_source(key)
         is_read = shown == "reward.success_threshold" or not config.task.reward_functions or not config.reads(key)
         if is_read or not f"{shown}.".startswith("reward."):
             continue
@@ -153,7 +144,7 @@ _NULL = "tag:yaml.org,2002:null"
 def kind_of_text(key: str) -> str:
     """Return the type of a key whose value is a text or a list of texts; empty: its values are others."""
     # `Any`: `reward.name` is a text or a list of texts, and the path of teachers a text or a mapping of texts.
-    kind = type_of(key) or ("str" if type_of(key.rpartition(".")[0]) == "Any" else "")
+    kind = schema.type_of(key) or ("str" if schema.type_of(key.rpartition(".")[0]) == "Any" else "")
     return kind if kind in ("str", "str | None", "list[str]", "Any") else ""
 
 
@@ -213,7 +204,12 @@ def unquoted(word: str) -> str:
 def mark_texts(node: Any, key: str = "", in_list: bool = False) -> None:
     """Make strings of the plain scalars in a node of YAML, the value of `key`, that are texts or names."""
     if node.id == "mapping":
-        has_names = not key or section_named(key) is not None or key in MAPPINGS or plain(key) in OPEN_SECTIONS
+        has_names = (
+            not key
+            or schema.section_named(key) is not None
+            or key in schema.MAPPINGS
+            or schema.plain(key) in schema.OPEN_SECTIONS
+        )
         for name, value in node.value:
             if has_names and name.id == "scalar" and not name.tag.endswith(":merge"):
                 name.tag = _STRING

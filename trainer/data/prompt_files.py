@@ -28,19 +28,8 @@ import xxhash
 
 from trainer import __version__
 from trainer.config import DataConfig
+from trainer.data import datasets
 from trainer.data.chats import Unseen, log_unseen
-from trainer.data.datasets import (
-    Example,
-    Prompt,
-    PromptReader,
-    PromptSet,
-    as_messages,
-    beside,
-    example_of,
-    files_of,
-    prompt_of,
-    render_text,
-)
 from trainer.data.row_files import RowDigest, json_lines, parsed
 from trainer.data.tokens import encode, is_plain
 from trainer.errors import UserError
@@ -79,13 +68,13 @@ class _Index:
 
 def load_large(
     data: DataConfig, tokenizer: Any, max_prompt_tokens: int, run_dir: str, as_rows: bool = False
-) -> PromptSet | None:
+) -> datasets.PromptSet | None:
     """Return the training prompts, if they are in large files of JSON lines; None: they are not.
 
     Raises:
         UserError: see `load_prompts` and `load_rows`.
     """
-    key, files = files_of(data, "train")
+    key, files = datasets.files_of(data, "train")
     if data.synthetic or not 0 < len(files) <= _MOST_FILES or not all(file.endswith(".jsonl") for file in files):
         return None
     try:
@@ -93,7 +82,7 @@ def load_large(
             return None
     except OSError:  # whatever reads the file says why
         return None
-    reader = None if as_rows else PromptReader(data, "train", tokenizer, max_prompt_tokens)
+    reader = None if as_rows else datasets.PromptReader(data, "train", tokenizer, max_prompt_tokens)
     path, began = os.path.join(run_dir, FOLDER, key), time.time()
     decides = data, files, tokenizer, max_prompt_tokens, as_rows
     identity = _identity(*decides)
@@ -107,7 +96,7 @@ def load_large(
     log_unseen(index.unseen)
     tokenizer = copy.deepcopy(tokenizer)  # the event loop draws prompts, and the main thread uses the other one
     prompts = FilePrompts(data, tokenizer, key, files, index, as_rows)
-    return PromptSet(prompts, index.dropped, index.first_dropped)
+    return datasets.PromptSet(prompts, index.dropped, index.first_dropped)
 
 
 def _identity(data: DataConfig, files: Sequence[str], tokenizer: Any, max_prompt_tokens: int, as_rows: bool) -> str:
@@ -125,7 +114,7 @@ def _identity(data: DataConfig, files: Sequence[str], tokenizer: Any, max_prompt
     return digest_bytes(json.dumps([_FORMAT, __version__, stats, columns, encodes], default=str).encode())
 
 
-def _read(data: DataConfig, key: str, files: Sequence[str], reader: PromptReader | None) -> _Index:
+def _read(data: DataConfig, key: str, files: Sequence[str], reader: datasets.PromptReader | None) -> _Index:
     """Read and check every row.
 
     Raises:
@@ -154,14 +143,14 @@ def _read(data: DataConfig, key: str, files: Sequence[str], reader: PromptReader
 
 def _examples(
     data: DataConfig, key: str, files: Sequence[str], as_rows: bool, places: deque[tuple[int, ...]]
-) -> Iterator[Example]:
+) -> Iterator[datasets.Example]:
     """Yield each example, and append its place to `places`: file, line, first byte, bytes, hash."""
     remaining = data.train_size if data.train_size >= 0 else sys.maxsize
     for number, file in enumerate(files):
         before = remaining
         for line in islice(json_lines(file, key), remaining):
             where = f"{file}:{line.number}"
-            example = example_of(parsed(line.text, where, key), where, data, as_rows)
+            example = datasets.example_of(parsed(line.text, where, key), where, data, as_rows)
             places.append((number, line.number, line.start, len(line.text), xxhash.xxh3_64_intdigest(line.text)))
             remaining -= 1
             yield example
@@ -195,7 +184,7 @@ def _kept(path: str, identity: str) -> _Index | None:
     return _Index(**{**fields, "rows": np.frombuffer(content[end + 1 :], _ROW)})
 
 
-class _Prompts(Sequence[Prompt]):
+class _Prompts(Sequence[datasets.Prompt]):
     """Prompts that are found one by one."""
 
     def __getitem__(self, place: Any) -> Any:
@@ -203,7 +192,7 @@ class _Prompts(Sequence[Prompt]):
             return [self.prompt(one) for one in range(*place.indices(len(self)))]
         return self.prompt(range(len(self))[place])
 
-    def prompt(self, place: int) -> Prompt:
+    def prompt(self, place: int) -> datasets.Prompt:
         """Return the prompt at a place from 0 on."""
         raise NotImplementedError
 
@@ -229,7 +218,7 @@ class FilePrompts(_Prompts):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def prompt(self, place: int) -> Prompt:
+    def prompt(self, place: int) -> datasets.Prompt:
         """Decode a prompt.
 
         Raises:
@@ -242,26 +231,26 @@ class FilePrompts(_Prompts):
             raise UserError(
                 f"{self._key}: {where} has changed since the run read it; restore the file, or start another run"
             )
-        example = example_of(parsed(line, where, self._key), where, self._data, self._as_rows)
+        example = datasets.example_of(parsed(line, where, self._key), where, self._data, self._as_rows)
         if self._as_rows:
-            return Prompt(index, (), "", "", example, source=self._name)
+            return datasets.Prompt(index, (), "", "", example, source=self._name)
         with self._lock:  # a tokenizer works for one thread at a time
-            messages = as_messages(example["prompt"], self._data.system_prompt)
-            text = render_text(self._tokenizer, messages, True, *beside(example, lambda: where))
+            messages = datasets.as_messages(example["prompt"], self._data.system_prompt)
+            text = datasets.render_text(self._tokenizer, messages, True, *datasets.beside(example, lambda: where))
             token_ids = encode(self._tokenizer, text, math.inf)
-        return dataclasses.replace(prompt_of(index, example, messages, token_ids), source=self._name)
+        return dataclasses.replace(datasets.prompt_of(index, example, messages, token_ids), source=self._name)
 
 
 class MixedPrompts(_Prompts):
     """The prompts of the sources of a mix, one source after another."""
 
-    def __init__(self, sources: Mapping[str, Sequence[Prompt]]):
+    def __init__(self, sources: Mapping[str, Sequence[datasets.Prompt]]):
         self.sources = sources
 
     def __len__(self) -> int:
         return sum(map(len, self.sources.values()))
 
-    def prompt(self, place: int) -> Prompt:
+    def prompt(self, place: int) -> datasets.Prompt:
         for prompts in self.sources.values():
             if place < len(prompts):
                 return prompts[place]

@@ -80,16 +80,11 @@ def run_evaluation(cfg: Config, subject: Subject, device: str) -> Results:
         LOG_FILE.open(os.path.join(directory, LOG_NAME))
         INCIDENTS.open(directory, lock.check)
         try:
-            results, found = _planned(cfg, subject), read_results(directory)
-            if found is None:
-                return _run(cfg, subject, device, lock, results)
-            if different := found.differences(results):
-                raise UserError(
-                    f"trainer.run_dir={directory}: holds another evaluation of {found.subject}, with another "
-                    f"{', '.join(different)}; name another directory"
-                )
-            LOG.info("evaluated before; nothing is left to do in %s", directory)
-            return found
+            results = _planned(cfg, subject)
+            if (found := _earlier(directory, results)) is not None:
+                LOG.info("evaluated before; nothing is left to do in %s", directory)
+                return found
+            return _run(cfg, subject, device, lock, results)
         finally:
             INCIDENTS.close()
     except Stopped as stop:
@@ -121,13 +116,27 @@ def _planned(cfg: Config, subject: Subject) -> Results:
         return Results(subject.name, subject.step, weights, _deciding(cfg) | _content(cfg))
 
 
+def _earlier(directory: str, planned: Results) -> Results | None:
+    """Return the same evaluation, which an earlier start has finished; None: there is none.
+
+    Raises:
+        UserError: the directory holds another evaluation.
+    """
+    found = read_results(directory)
+    if found is not None and (different := found.differences(planned)):
+        raise UserError(
+            f"trainer.run_dir={directory}: holds another evaluation of {found.subject}, with another "
+            f"{', '.join(different)}; name another directory"
+        )
+    return found
+
+
 def _run(cfg: Config, subject: Subject, device: str, lock: RunLock, results: Results) -> Results:
     """Evaluate all sets, and write and return the results."""
     directory, step = cfg.trainer.run_dir, subject.step
     record_start(directory, cfg)
     sources = _sources_of(cfg)
-    if refused := find_refusals(cfg, sources.values(), check_source):  # before anything expensive starts
-        raise UserError(as_list("the evaluation cannot start:", list(dict.fromkeys(refused))))
+    _check_sources(cfg)
     path, weights = _weights(cfg, subject, device)
     tokenizer = tokenizer_of(cfg, path)
     with stage("reading the data"):
@@ -176,6 +185,12 @@ def _sources_of(cfg: Config) -> dict[str, str]:
     """Return the source of each set, as `Prompt.source` names it."""
     default = {DEFAULT_SET: ""} if cfg.data.synthetic or cfg.data.val_files else {}
     return default | {name: f"{VAL_SETS}{name}" for name in cfg.data.val_sets}
+
+
+def _check_sources(cfg: Config) -> None:
+    """Refuse rewards, environments and agents that cannot be used, before anything expensive starts."""
+    if refused := find_refusals(cfg, _sources_of(cfg).values(), check_source):
+        raise UserError(as_list("the evaluation cannot start:", list(dict.fromkeys(refused))))
 
 
 def _weights(cfg: Config, subject: Subject, device: str) -> tuple[str, FixedWeights]:

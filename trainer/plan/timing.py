@@ -10,21 +10,9 @@ import torch
 
 from trainer.config import Config
 from trainer.parallel.axes import axis_sizes
+from trainer.plan import hardware
 from trainer.plan.engines import PlannedEngine
-from trainer.plan.hardware import (
-    BLOCK_S,
-    DECODE_S,
-    GATHER_S,
-    LATENCY_S,
-    LOGIT_BYTES,
-    OPTIMIZER_BYTES,
-    OTHER,
-    REACHED_BANDWIDTH,
-    RECOMPUTED,
-    ROW_S,
-    SYNC_S,
-    Cluster,
-)
+from trainer.plan.hardware import Cluster
 from trainer.plan.model_shape import ModelShape
 from trainer.plan.ranks import PlannedRole
 from trainer.plan.workload import Sizes, Workload, scored_share
@@ -67,7 +55,7 @@ def plan_time(
     """Return the time of a step."""
     phases = dict.fromkeys(("rollout", "scores", "update", "sync", "copies"), 0.0)
     crowd = max(1.0, cfg.trainer.num_workers / cluster.per_node) if cluster.device.is_cpu else 1.0  # ranks of a core
-    driver = workload.rows * ROW_S[cluster.device.kind]
+    driver = workload.rows * hardware.ROW_S[cluster.device.kind]
     for role in roles:
         share = scored_share(cfg, role.spec, workload)
         if share > 0:
@@ -81,7 +69,7 @@ def plan_time(
         phases["sync"] = _sync_seconds(cfg, cluster, whole, engine)
     if not cluster.device.is_cpu:
         phases["copies"] = _copied_bytes(cfg, roles, engine) / cluster.device.pcie
-    phases["other"] = OTHER * sum(phases.values())
+    phases["other"] = hardware.OTHER * sum(phases.values())
     taken = {name: seconds for name, seconds in phases.items() if seconds > 0}
     return StepTime(taken, cfg.total_steps, cfg.rollout.works_ahead and engine is not None, workload.tokens)
 
@@ -92,17 +80,17 @@ def pass_seconds(
     """Return the seconds of a pass without gradients of a role's model, or of an optimizer step."""
     device, model, n = cluster.device, role.model, role.shards
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-    again = RECOMPUTED[role.fsdp.activation_checkpointing] if trained else 0.0
+    again = hardware.RECOMPUTED[role.fsdp.activation_checkpointing] if trained else 0.0
     passes = 2 + again + model.trained / model.total if trained else 1.0
     count = workload.micro_batches(tokens)
     gathers = count * (2 if trained else 1) if role.frees_gathered else 1
     dtype = torch.bfloat16 if role.itemsize == 2 else torch.float32
     speed = device.reached(dtype, has_experts=model.of_experts > 0)
     computed = passes * _forward_flops(role, workload, tokens, sizes["tp"]) / speed
-    started = model.blocks * count * BLOCK_S[device.kind] * passes * (1.2 if trained else 1)
-    started += model.blocks * gathers * (n > 1) * GATHER_S[device.kind]
-    between = cluster.bandwidth_between(n, sizes["tp"]) * REACHED_BANDWIDTH
-    latency = (model.blocks + 1) * LATENCY_S[device.kind] * math.log2(n)
+    started = model.blocks * count * hardware.BLOCK_S[device.kind] * passes * (1.2 if trained else 1)
+    started += model.blocks * gathers * (n > 1) * hardware.GATHER_S[device.kind]
+    between = cluster.bandwidth_between(n, sizes["tp"]) * hardware.REACHED_BANDWIDTH
+    latency = (model.blocks + 1) * hardware.LATENCY_S[device.kind] * math.log2(n)
     weights = role.itemsize * model.numel() * (n - 1) / n
     sent = gathers * (weights / between + latency)
     optimizer = 0.0
@@ -110,10 +98,10 @@ def pass_seconds(
         reduced = 4 * model.numel(trained=True)
         sent += count * (reduced * (n - 1) / n / between + latency)
         if (copies := sizes["dp_replicate"]) > 1:
-            across = cluster.bandwidth_between(copies, n * sizes["tp"]) * REACHED_BANDWIDTH
+            across = cluster.bandwidth_between(copies, n * sizes["tp"]) * hardware.REACHED_BANDWIDTH
             sent += count * 2 * reduced / n * (copies - 1) / copies / across
         memory = device.host_bandwidth if role.is_on_host else device.bandwidth
-        optimizer = model.shard(n, trained=True) * OPTIMIZER_BYTES / (REACHED_BANDWIDTH * memory)
+        optimizer = model.shard(n, trained=True) * hardware.OPTIMIZER_BYTES / (hardware.REACHED_BANDWIDTH * memory)
     if role.is_on_host:  # weights cross PCIe for each gather, gradients for the optimizer
         sent += gathers * role.state[0] / device.pcie + trained * role.gradients / device.pcie
     inside = _exchange_seconds(cluster, role, workload, tokens, sizes) * passes
@@ -142,7 +130,7 @@ def _exchange_seconds(cluster: Cluster, role: PlannedRole, workload: Workload, t
     text, tp, cp = role.model.text, sizes["tp"], sizes["cp"]
     row = 4.0 * tokens / workload.dp / workload.cp * text.hidden_size * role.itemsize * text.num_hidden_layers
     links = [(size, cluster.bandwidth_between(size, stride)) for size, stride in ((tp, 1), (cp, tp)) if size > 1]
-    return sum(row * (size - 1) / size / (link * REACHED_BANDWIDTH) for size, link in links)
+    return sum(row * (size - 1) / size / (link * hardware.REACHED_BANDWIDTH) for size, link in links)
 
 
 def rollout_seconds(
@@ -162,20 +150,20 @@ def rollout_seconds(
     if not cfg.engine.streaming:  # the next requests wait for the longest completion of those before
         steps = max(steps, math.ceil(rows / together) * float(w.longest_response))
     running = rows * w.response / steps  # sequences in a step, on average
-    bandwidth = REACHED_BANDWIDTH * device.bandwidth
+    bandwidth = hardware.REACHED_BANDWIDTH * device.bandwidth
     speed = device.reached(torch.float32 if engine.weights * gpus >= 4 * policy.total else torch.bfloat16)
     computed = policy.total - policy.idle() - (0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size)
     weights = engine.weights * (1 - policy.idle(running) / policy.total)
     read = (weights + running * engine.cache.size(context)) / bandwidth
-    of_step, of_block, of_sequence = DECODE_S[device.kind]
-    sampled = running * (of_sequence + LOGIT_BYTES[device.kind] * text.vocab_size / bandwidth)
+    of_step, of_block, of_sequence = hardware.DECODE_S[device.kind]
+    sampled = running * (of_sequence + hardware.LOGIT_BYTES[device.kind] * text.vocab_size / bandwidth)
     products = 2 * computed / gpus / speed
     sums = _sum_seconds(cluster, policy, gpus, running)
     seconds = steps * (max(read, products * running) + of_step + of_block * policy.blocks + sampled + sums)
     prompts = math.ceil(w.groups / cfg.num_engines) * w.prompt
     seconds += products * prompts + _sum_seconds(cluster, policy, gpus, prompts)
     crowd = max(1.0, cfg.num_engines / cluster.per_node) if device.is_cpu else 1.0
-    return crowd * seconds + w.rows * ROW_S[device.kind]
+    return crowd * seconds + w.rows * hardware.ROW_S[device.kind]
 
 
 def _sum_seconds(cluster: Cluster, policy: ModelShape, gpus: int, tokens: float) -> float:
@@ -183,8 +171,8 @@ def _sum_seconds(cluster: Cluster, policy: ModelShape, gpus: int, tokens: float)
     if gpus == 1:
         return 0.0
     size = 2 * tokens * policy.text.hidden_size
-    traffic = 2 * size * (gpus - 1) / gpus / (REACHED_BANDWIDTH * cluster.device.link)
-    return 2 * policy.blocks * (traffic + LATENCY_S["cuda"])
+    traffic = 2 * size * (gpus - 1) / gpus / (hardware.REACHED_BANDWIDTH * cluster.device.link)
+    return 2 * policy.blocks * (traffic + hardware.LATENCY_S["cuda"])
 
 
 def _sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: PlannedEngine) -> float:
@@ -198,8 +186,8 @@ def _sync_seconds(cfg: Config, cluster: Cluster, policy: ModelShape, engine: Pla
         size, tensors = 4 * policy.trained, sum(parameter.trained for parameter in policy.parameters)
     link = cluster.bandwidth_between(ranks + (0 if cfg.rollout.colocate else cfg.num_engines * gpus))
     send = device.bandwidth if cfg.rollout.colocate else link
-    moved = (size / link + size / send) / REACHED_BANDWIDTH
-    return moved + tensors * LATENCY_S[device.kind] * math.log2(max(2, ranks)) + SYNC_S[device.kind]
+    moved = (size / link + size / send) / hardware.REACHED_BANDWIDTH
+    return moved + tensors * hardware.LATENCY_S[device.kind] * math.log2(max(2, ranks)) + hardware.SYNC_S[device.kind]
 
 
 def _copied_bytes(cfg: Config, roles: Sequence[PlannedRole], engine: PlannedEngine | None) -> float:
