@@ -56,9 +56,8 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
     for word in overrides:
         bare = word.lstrip("+")
         key = bare.partition("=")[0].lstrip("~")
-        if any(f"{key}.".startswith(f"{mapping}.") for mapping in schema.MAPPINGS) or schema.is_open(
-            key.rpartition(".")[0]
-        ):
+        is_named = any(f"{key}.".startswith(f"{mapping}.") for mapping in schema.MAPPINGS)
+        if is_named or schema.is_open(key.rpartition(".")[0]):
             word = f"++{bare}"
         elif key in groups or schema.is_name(key) and not schema.is_open(key):
             word = bare
@@ -204,12 +203,8 @@ def unquoted(word: str) -> str:
 def mark_texts(node: Any, key: str = "", in_list: bool = False) -> None:
     """Make strings of the plain scalars in a node of YAML, the value of `key`, that are texts or names."""
     if node.id == "mapping":
-        has_names = (
-            not key
-            or schema.section_named(key) is not None
-            or key in schema.MAPPINGS
-            or schema.plain(key) in schema.OPEN_SECTIONS
-        )
+        is_section = schema.section_named(key) is not None or key in schema.MAPPINGS
+        has_names = not key or is_section or schema.is_open(key)
         for name, value in node.value:
             if has_names and name.id == "scalar" and not name.tag.endswith(":merge"):
                 name.tag = _STRING

@@ -30,7 +30,7 @@ from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_err
 from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import MODEL, REMOTE, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
-from trainer.config.trainer import PROCESSES, SERVICES, THIS_PROCESS, LoggerConfig
+from trainer.config.trainer import PROCESSES, SERVICES, THIS_PROCESS
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
 
@@ -108,15 +108,17 @@ def check_trainer(config: Config) -> Rules:
     yield t.resume_path and not forks, "trainer.resume_path", "needs trainer.resume_mode=from_path"
     problem = "needs trainer.resume_mode=from_path: a run continues with all of its state"
     yield t.load_components and not forks, "trainer.load_components", problem
-    yield not _is_time(t.deadline), "trainer.deadline", "must be a time such as 2026-11-21T18:00"
+    is_time = t.deadline is None or _can(lambda: datetime.fromisoformat(str(t.deadline)).timestamp())
+    yield not is_time, "trainer.deadline", "must be a time such as 2026-11-21T18:00"
     for name in t.allow_config_change:
         if not is_name(name) and name not in [one.path_key for one in (*config.roles, *config.servers)]:
             yield True, "trainer.allow_config_change", no_such_key(name)
 
 
-def _is_time(text: str | None) -> bool:
+def _can(call: Callable[[], Any]) -> bool:
+    """Return whether a text can be read so."""
     try:
-        return text is None or datetime.fromisoformat(text).timestamp() is not None
+        return call() is not False
     except (ValueError, OverflowError):
         return False
 
@@ -528,18 +530,12 @@ def check_logger(config: Config) -> Rules:
         yield service not in (*SERVICES, *config.logger.sinks), "logger.services", problem
     if config.logger.prometheus is not None:
         problem = "must be a port from 1 to 65535, or HOST:PORT"
-        yield not _is_port(config.logger), "logger.prometheus", problem
+        is_port = _can(lambda: 1 <= config.logger.prometheus_address[1] <= 65535)
+        yield not is_port, "logger.prometheus", problem
     for service in ("mlflow", "trackio"):  # the package and the extra have the name of the service
         is_missing = service in config.logger.services and importlib.util.find_spec(service) is None
         problem = f"the package {service} is missing; install the extra `{service}` (docs/install.md)"
         yield is_missing, "logger.services", problem
-
-
-def _is_port(logger: LoggerConfig) -> bool:
-    try:
-        return 1 <= logger.prometheus_address[1] <= 65535
-    except ValueError:
-        return False
 
 
 @_rules_of("plan")

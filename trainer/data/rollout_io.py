@@ -69,11 +69,6 @@ def kept_files(run_dir: str) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def evaluated_files(directory: str) -> list[str]:
-    """Return the files of an evaluation, one for each of its sets."""
-    return sorted(glob.glob(os.path.join(glob.escape(directory), FOLDER, "*.arrow")))
-
-
 def read_lines(file: str) -> Iterator[dict[str, Any]]:
     """Yield the records in a file as people read them: JSON columns as values, messages as prompt and completion.
 
@@ -93,14 +88,12 @@ def read_rollouts(file: str, tokenizer: Any, min_reward: float | None, vocab_siz
     Raises:
         UserError: see `read_episodes`.
     """
-    selected: list[Sample] = []
-    for episode in read_episodes(file, tokenizer, "sft.source=rollouts", vocab_size):
-        for sample in episode.samples:
-            # A reward that failed, entirely or in one of its terms, reaches no limit.
-            known = None if episode.failure else sample.reward
-            if min_reward is None or (known is not None and known >= min_reward):
-                selected.append(sample)
-    return selected
+    episodes = read_episodes(file, tokenizer, "sft.source=rollouts", vocab_size)
+    if min_reward is None:
+        return [sample for episode in episodes for sample in episode.samples]
+    # A reward that failed, entirely or in one of its terms, reaches no limit.
+    known = (sample for episode in episodes if not episode.failure for sample in episode.samples)
+    return [sample for sample in known if sample.reward is not None and sample.reward >= min_reward]
 
 
 def read_episodes(file: str, tokenizer: Any, key: str, vocab_size: int | None = None) -> Iterator[Episode]:
@@ -131,7 +124,8 @@ def read_episodes(file: str, tokenizer: Any, key: str, vocab_size: int | None = 
             )
         contents = {message["content"] for message in split_messages(episode.messages, episode.turns)[1]}
         replies = (reply for sample in episode.samples for reply in _replies(sample))
-        if not all(_texts(tokenizer, reply) & contents for reply in replies):
+        texts = ({reply_text(tokenizer, reply, has_ended) for has_ended in (True, False)} for reply in replies)
+        if not all(own & contents for own in texts):
             raise UserError(f"{key}: {where} was written with another tokenizer than that of model.path")
         yield episode
 
@@ -157,11 +151,6 @@ def _replies(sample: Sample) -> list[list[int]]:
     return [[token for token, _ in run] for sampled, run in runs if sampled]
 
 
-def _texts(tokenizer: Any, reply: list[int]) -> set[str]:
-    """Return the texts that a reply may have, whether the policy has ended it or not."""
-    return {reply_text(tokenizer, reply, has_ended) for has_ended in (True, False)}
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print kept rollouts, as `trainer rollouts` does; returns the exit status."""
     parser = ToolParser(prog="trainer rollouts", description="Print kept rollouts as lines of JSON.")
@@ -173,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
         for path in args.paths:
             if not os.path.exists(path):
                 raise UserError(f"{path}: no such file or directory; name the directory of a run or an evaluation")
-            files = ([*kept_files(path).values()] or evaluated_files(path)) if os.path.isdir(path) else [path]
+            of_sets = sorted(glob.glob(os.path.join(glob.escape(path), FOLDER, "*.arrow")))  # of an evaluation
+            files = ([*kept_files(path).values()] or of_sets) if os.path.isdir(path) else [path]
             if not files:
                 raise UserError(f"{path}: no rollouts are kept there; logger.save_rollouts=true makes a run keep them")
             for line in (line for file in files for line in read_lines(file)):

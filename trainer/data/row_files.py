@@ -116,11 +116,12 @@ def json_lines(file: str, key: str) -> Iterator[Line]:
 
 def _table_rows(file: str, key: str, keeps_nulls: bool) -> Rows:
     import pyarrow
+    import pyarrow.parquet
 
     _check_file(file, key)
     is_arrow = file.endswith(".arrow")
     try:
-        batches = _arrow_batches(file) if is_arrow else _parquet_batches(file)
+        batches = _arrow_batches(file) if is_arrow else pyarrow.parquet.ParquetFile(file).iter_batches()
         slices = (batch.slice(start, _SLICE) for batch in batches for start in range(0, len(batch), _SLICE))
         for number, row in enumerate((row for part in slices for row in _rows_of(part, keeps_nulls)), start=1):
             yield f"{file}, row {number}", row
@@ -166,12 +167,6 @@ def _plain(value: Any, kind: Any) -> Any:
     if isinstance(value, dict) and types.is_map(kind):
         return {key: _plain(one, kind.item_type) for key, one in value.items()}
     return [_plain(one, kind.field(0).type) for one in value] if isinstance(value, list) else value
-
-
-def _parquet_batches(file: str) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    yield from pyarrow.parquet.ParquetFile(file).iter_batches()
 
 
 def _arrow_batches(file: str) -> Iterator[Any]:

@@ -112,11 +112,10 @@ def first_difference(logged: Mapping[str, Any], now: Mapping[str, float], tolera
         if name.startswith(("time/", "perf/", "journal/")) or name == "step":
             continue
         before, after = logged[name], float(now[name])
-        after_or_none = after if math.isfinite(after) else None
-        if before is None or after_or_none is None:
-            same = before is after_or_none
+        if before is None or not math.isfinite(after):
+            is_same = before is None and not math.isfinite(after)
         else:
-            same = abs(before - after) <= tolerance * max(abs(before), abs(after), 1e-3)
-        if not same:
+            is_same = abs(before - after) <= tolerance * max(abs(before), abs(after), 1e-3)
+        if not is_same:
             return f"{name} is {now[name]} and was {before}"
     return None

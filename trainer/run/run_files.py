@@ -6,6 +6,7 @@ and the store keeps every piece once, for all checkpoints. A save adds the piece
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import logging
@@ -119,11 +120,10 @@ class RunFiles:
                     if unused:
                         unused.difference_update(*pool.map(self._names_in, chosen))
             self._store.remove_pieces(unused)
-        except (CheckpointError, OSError) as error:
-            LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
-        else:
             if unused:
                 LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
+        except (CheckpointError, OSError) as error:
+            LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -132,12 +132,9 @@ class RunFiles:
         return {piece.hash for pieces in files.values() for piece in pieces}
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
-        paths = (path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
-        return {path: self._stamp(path) for path in sorted(paths)}
-
-    def _stamp(self, path: str) -> tuple[int, int, int]:
-        status = os.stat(os.path.join(self._run_dir, path))
-        return status.st_size, status.st_mtime_ns, status.st_ino
+        paths = sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))
+        stats = {path: os.stat(os.path.join(self._run_dir, path)) for path in paths}
+        return {path: (one.st_size, one.st_mtime_ns, one.st_ino) for path, one in stats.items()}
 
     def _keep(self, stamps: Mapping[str, tuple[int, int, int]]) -> dict[str, list[dict[str, Any]]]:
         return {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
@@ -162,11 +159,9 @@ class RunFiles:
     def _has(self, path: str, pieces: list[Piece]) -> bool:
         """Return whether the file in the run directory begins with these pieces."""
         target = os.path.join(self._run_dir, path)
-        if not os.path.isfile(target):
-            return False
-        with open(target, "rb") as file:
-            data = file.read(sum(piece.bytes for piece in pieces))
-        return _common(pieces, data) == pieces
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError), open(target, "rb") as file:
+            return _common(pieces, file.read(sum(piece.bytes for piece in pieces))) == pieces
+        return False
 
     def _fetch(self, checkpoint: Checkpoint, piece: Piece) -> bytes:
         try:

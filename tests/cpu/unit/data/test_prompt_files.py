@@ -139,7 +139,7 @@ def test_a_bad_row_is_named_before_anything_starts(cfg, tokenizer):
         (b'{"prompt": "a"}', "data.answer_key=answer: .*b.jsonl:602 has no such key"),
         (b"{", "data.train_files: .*b.jsonl:602 is not JSON"),
         (b'{"prompt": "", "answer": "a"}', "data.prompt_key=prompt: .*b.jsonl:602 has an empty prompt"),
-        (b'{"prompt": "\\ud800", "answer": "a"}', "b.jsonl:602: contains half of a surrogate pair .*position 4"),
+        (b'{"prompt": "\\ud800", "answer": "a"}', "b.jsonl:602: contains half of a surrogate pair"),
     ):
         content = Path(second).read_bytes()
         Path(second).write_bytes(content + b"\n" + bad)
