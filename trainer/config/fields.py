@@ -202,20 +202,19 @@ def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constrai
                 yield _join(inner, f.name), item, constraint_of(f)
 
 
-def resume_rules(section: Any) -> dict[str, ResumeRule]:
-    """Return the rule of each key of a section, and of the sections in it, by dotted name."""
-    return dict(_rules_of_fields(section))
-
-
-def _rules_of_fields(section: Any, name: str = "", instead: str | None = None) -> Iterator[tuple[str, ResumeRule]]:
+def resume_rules(section: Any, name: str = "", instead: str | None = None) -> dict[str, ResumeRule]:
+    """Return the rule of each key of a section, and of the sections in it, by dotted name. `instead` replaces the rule
+    "rollouts", or all of them if it is "validation"."""
+    rules: dict[str, ResumeRule] = {}
     for f in dataclasses.fields(section):
         rule = f.metadata[_RESUME]
         change = rule.change if isinstance(rule, ResumeRule) else rule
         for inner, value in _sections_in(section, f.name, _is_mapping(f)):
-            yield from _rules_of_fields(value, _join(name, inner), change or instead)
+            rules |= resume_rules(value, _join(name, inner), change or instead)
         if isinstance(rule, ResumeRule):
             is_replaced = instead is not None and rule.change == "rollouts" or instead == "validation"
-            yield _join(name, f.name), dataclasses.replace(rule, change=instead) if is_replaced else rule
+            rules[_join(name, f.name)] = dataclasses.replace(rule, change=instead) if is_replaced else rule
+    return rules
 
 
 def changed_keys(section: Any, default: Any, name: str) -> list[str]:

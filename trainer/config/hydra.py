@@ -427,16 +427,12 @@ def register() -> None:
         "optuna_direction": lambda task, metric: f"{find_task(task).compared_by(metric)[1]}imize",
         "times": lambda a, b: a * b,
         "quarter": lambda a: a // 4,
-        "if_builtin": _if_builtin,
+        # `value` if the built-in model is trained, `otherwise` if `model.path` names another model.
+        "if_builtin": lambda value, otherwise, *, _root_: value if _root_.model.path is None else otherwise,
         "if_eq": _if_eq,
     }
     for name, function in resolvers.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
-
-
-def _if_builtin(value: Any, otherwise: Any, *, _root_: Any) -> Any:
-    """Return `value` if the built-in model is trained, `otherwise` if `model.path` names another model."""
-    return value if _root_.model.path is None else otherwise
 
 
 def _if_eq(key: str, choice: Any, value: Any, otherwise: Any = None, *, _root_: Any) -> Any:

@@ -139,18 +139,11 @@ def servers_of(config: Config) -> tuple[ServerSpec, ...]:
     """Return the frozen models of a run that are on servers."""
     a, url = config.algorithm, config.reward_model.url
     servers = [ServerSpec(REWARD_MODEL, url, "reward.model.url", SCORES)] if url is not None else []
+    computes = TEACHER_LOGPROBS if a.reads_teacher_logprobs else ""
+    top_k = a.teacher.top_k if a.vocabulary_divergence is not None else 0
     for source, one in a.teacher.urls.items() if config.task.trains else ():
-        servers.append(
-            ServerSpec(
-                _of_source("teacher", source, "_"),
-                one,
-                _of_source(TEACHER_URL, source, "."),
-                LOGPROBS,
-                source,
-                computes=TEACHER_LOGPROBS if a.reads_teacher_logprobs else "",
-                top_k=a.teacher.top_k if a.vocabulary_divergence is not None else 0,
-            )
-        )
+        name, key = _of_source("teacher", source, "_"), _of_source(TEACHER_URL, source, ".")
+        servers.append(ServerSpec(name, one, key, LOGPROBS, source, computes, top_k))
     return tuple(servers)
 
 

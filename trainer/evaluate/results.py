@@ -96,6 +96,10 @@ def write_episodes(
 
 def print_results(results: Results) -> None:
     """Print a table: one line for each measure of each set, with its interval of 95 %."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     rows = []
     for name, result in results.sets.items():
         for measure, by_row in result.values.items():
@@ -103,20 +107,11 @@ def print_results(results: Results) -> None:
                 mean = mean_estimate(list(by_row.values()))
                 interval = f"{mean.low:.4g} to {mean.high:.4g}"
                 rows.append((name, str(mean.rows), measure, f"{mean.value:.4g}", interval))
-    print_table(("set", "rows", "measure", "value", "95 % interval"), rows)
+    table = Table("set", "rows", "measure", "value", "95 % interval")
+    for row in rows:
+        table.add_row(*(Text(escape(cell, lines=False)) for cell in row))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
     for name, result in results.sets.items():
         length = result.tokens / max(1, result.completions)
         failures = f", {result.failures} failed" if result.failures else ""
         show(f"{name}: {result.completions} completions of {len(result.rows)} rows, {length:.1f} tokens each{failures}")
-
-
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of texts."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*titles)
-    for row in rows:
-        table.add_row(*(Text(escape(cell, lines=False)) for cell in row))
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
