@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import io
 import json
 import logging
 import math
@@ -34,7 +35,6 @@ from trainer.data.row_files import RowDigest, json_lines, parsed
 from trainer.data.tokens import encode, is_plain
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes, read_file, write_file
-from trainer.files.documents import parse_object
 
 LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ _MOST_FILES = 64
 _SETTLED_S = 2.0
 """A file that was changed so shortly before may change again without another time, on file systems with coarse ones."""
 _ROW = np.dtype([("index", "u4"), ("file", "u1"), ("line", "u4"), ("start", "u8"), ("bytes", "u4"), ("hash", "u8")])
-_MOST_HEADER = 1 << 20
 _ROWS = 4096
 """Rows that are Python objects at the same time."""
 
@@ -160,11 +159,11 @@ def _examples(
 
 def _keep(path: str, identity: str, index: _Index) -> None:
     """Write an index. A run works without it, so a full disk does not end it."""
-    fields = {**dataclasses.asdict(index), "rows": len(index.rows), "identity": identity}
-    body = json.dumps(fields).encode() + b"\n" + index.rows.tobytes()
+    about, content = {**vars(index), "rows": len(index.rows), "identity": identity}, io.BytesIO()
+    np.savez(content, rows=index.rows, about=np.array(json.dumps(about)))
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        write_file(path, f"{digest_bytes(body)}\n".encode() + body)
+        write_file(path, content.getvalue())
     except OSError as error:
         LOG.warning("%s: cannot be written (%s), so the next start reads all data again", path, error.strerror)
 
@@ -172,16 +171,12 @@ def _keep(path: str, identity: str, index: _Index) -> None:
 def _kept(path: str, identity: str) -> _Index | None:
     """Return the index with this identity; None: there is none, or it is damaged."""
     try:
-        content = memoryview(read_file(path))
-        if not identity or bytes(content[:33]) != f"{digest_bytes(content[33:])}\n".encode():
-            return None
-        end = bytes(content[33 : 33 + _MOST_HEADER]).index(b"\n") + 33
-    except (OSError, ValueError):
+        with np.load(io.BytesIO(read_file(path))) as kept:  # compares checksums
+            about = json.loads(str(kept["about"]))
+            is_same = bool(identity) and about.pop("identity") == identity
+            return _Index(**{**about, "rows": kept["rows"]}) if is_same else None
+    except Exception:  # what a damaged archive raises has many classes
         return None
-    fields = parse_object(bytes(content[33:end]))
-    if fields.pop("identity") != identity:
-        return None
-    return _Index(**{**fields, "rows": np.frombuffer(content[end + 1 :], _ROW)})
 
 
 class _Prompts(Sequence[datasets.Prompt]):

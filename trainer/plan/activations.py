@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from trainer.config import LM, Config, FSDPConfig, LoraConfig, RoleSpec
+from trainer.config import LM, Config, LoraConfig, RoleSpec
 from trainer.models.attention import PACKED
 from trainer.models.logprobs import logits_at_a_time
 from trainer.parallel.ac_and_compile import compiles_blocks, recomputed
@@ -112,7 +112,7 @@ def trace(
     # The head has no part in it, nor without gradients what is trained. So roles with the same backbone share traces.
     lora = role.lora if role.has_adapters else LoraConfig()  # its other values say nothing without adapters
     same = replace(role, head=LM, trained=False, optimizer=None, lora=lora)
-    mode = recomputation_of(role) if backward else "none"
+    mode = role.sharding.activation_checkpointing if backward else "none"
     key = (*shape_key(cfg, same, sizes), sizes["cp"], row, backward, mode, forward_dtype(role, device), device)
     if key not in _traced:
         with refusing(cfg, role, model.config):
@@ -172,11 +172,6 @@ def head_bytes(
     return inputs + forward, inputs + max(with_entropy, chunks, after, spread)
 
 
-def recomputation_of(role: RoleSpec) -> str:
-    """Return the activation checkpointing of a role."""
-    return role.sharding.activation_checkpointing if isinstance(role.sharding, FSDPConfig) else "none"
-
-
 def _trace(
     cfg: Config,
     role: RoleSpec,
@@ -196,7 +191,7 @@ def _trace(
     packs = body.config._attn_implementation == PACKED
     packing.kernels = device
     for block in transformer_blocks(body):
-        block.forward = recomputed(block.forward, recomputation_of(role))
+        block.forward = recomputed(block.forward, role.sharding.activation_checkpointing)
     body.train(role.trained)
     dtype, width = forward_dtype(role, device), config.get_text_config().hidden_size
     shape = (1, packing.local_slice.stop - packing.local_slice.start, width)

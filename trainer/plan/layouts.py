@@ -66,9 +66,12 @@ def layouts(cfg: Config, cluster: Cluster) -> dict[str, Changes]:
     """Return at most 12 layouts by name, as changes of a config."""
     if not cfg.task.trains:
         return {"as configured": {}}
-    lean = {"trainer.max_tokens_per_micro_batch": max(1024, cfg.longest_row), **_of_models(cfg, _CHECKPOINTING, "full")}
+    lean = {
+        "trainer.max_tokens_per_micro_batch": max(1024, cfg.longest_row),
+        "trainer.policy.fsdp.activation_checkpointing": "full",
+    }
     lora = {"trainer.policy.lora.rank": _LORA_RANK}
-    on_host = _of_models(cfg, "cpu_offload", True)
+    on_host = {"trainer.policy.fsdp.cpu_offload": True}
     if cluster.device.is_cpu:
         one = {"trainer.num_workers": cfg.trainer.layout_size}
         one |= {"rollout.num_engines": 1} if cfg.num_engines else {}
@@ -99,9 +102,6 @@ def layouts(cfg: Config, cluster: Cluster) -> dict[str, Changes]:
         "shared GPUs, lean, LoRA": {**wide, **lean, **lora},
         "shared GPUs, lean, context parallel, LoRA, states on the host": {**split, **on_host, **lora},
     }
-
-
-_CHECKPOINTING = "activation_checkpointing"
 
 
 def _multiple(cfg: Config, gpus: int) -> int:
@@ -136,13 +136,6 @@ def _separate(cfg: Config, cluster: Cluster, size: int) -> Changes:
         "rollout.tensor_parallel_size": size,
         "rollout.gpu_memory_utilization": 0.9,
     }
-
-
-def _of_models(cfg: Config, key: str, value: Any) -> Changes:
-    """Return a key of `fsdp` for each model of the run that has one of its own."""
-    sections = (role.section for role in cfg.roles if role.section and not role.is_policy_base)
-    keys = [f"{section}.fsdp.{key}" for section in sections]
-    return {name: value for name in keys if hasattr(value_of(cfg, name.rpartition(".")[0]), key)}
 
 
 def with_changes(cfg: Config, changes: Changes) -> Config:

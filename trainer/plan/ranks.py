@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.config import Config, FSDPConfig, RoleSpec
+from trainer.config import Config, RoleSpec
 from trainer.parallel.ac_and_compile import compiles_blocks
 from trainer.parallel.axes import AXES
 from trainer.parallel.shard import frees_after_forward, prefetch_depth
@@ -78,10 +78,6 @@ class PlannedRole:
     """Ranks that have a slice of each micro-batch."""
     compiled: bool = False
     """Blocks and softmax are compiled."""
-
-    @property
-    def fsdp(self) -> FSDPConfig:
-        return self.spec.sharding  # type: ignore[return-value]
 
     @property
     def frees_gathered(self) -> bool:

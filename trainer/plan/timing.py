@@ -80,7 +80,7 @@ def pass_seconds(
     """Return the seconds of a pass without gradients of a role's model, or of an optimizer step."""
     device, model, n = cluster.device, role.model, role.shards
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-    again = hardware.RECOMPUTED[role.fsdp.activation_checkpointing] if trained else 0.0
+    again = hardware.RECOMPUTED[role.spec.sharding.activation_checkpointing] if trained else 0.0
     passes = 2 + again + model.trained / model.total if trained else 1.0
     count = workload.micro_batches(tokens)
     gathers = count * (2 if trained else 1) if role.frees_gathered else 1

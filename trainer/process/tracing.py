@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,7 +52,15 @@ class Tracer:
 
     def span(self, name: str, row: str = "", **details: Any) -> AbstractContextManager[None]:
         """Record the block as a span, even if it raises. An empty `row` is that of the thread."""
-        return _Running(self, name, row, details) if self.is_on else _OFF
+        return self._recording(name, row, details) if self.is_on else _OFF
+
+    @contextmanager
+    def _recording(self, name: str, row: str, details: Mapping[str, Any]) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.monotonic(), row, **details)
 
     def add(self, name: str, start: float, end: float, row: str = "", process: str = "", **details: Any) -> None:
         """Record a span that was measured with `time.monotonic`."""
@@ -76,21 +84,6 @@ class Tracer:
         for span in answer.spans:
             self._spans.append(span._replace(process=process, start=span.start + shift, end=span.end + shift))
         return answer.result
-
-
-class _Running:
-    """A span that has begun."""
-
-    __slots__ = ("_details", "_name", "_row", "_start", "_tracer")
-
-    def __init__(self, tracer: Tracer, name: str, row: str, details: Mapping[str, Any]):
-        self._tracer, self._name, self._row, self._details = tracer, name, row, details
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._tracer.add(self._name, self._start, time.monotonic(), self._row, **self._details)
 
 
 TRACER = Tracer()
