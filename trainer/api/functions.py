@@ -44,24 +44,20 @@ def describe_function(parameter: str, function: Callable[..., Any] | str) -> tup
         return f"{module}:{name}", None
     plain = getattr(function, "__name__", "")
     plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
-    return path_of(parameter, plain), _pickled(function, parameter, plain)
+    import cloudpickle
+
+    try:
+        return path_of(parameter, plain), cloudpickle.dumps(function)
+    except Exception as error:
+        raise UserError(
+            f"{parameter}={plain}: other processes cannot get this function ({describe_error(error)}); let it open or "
+            "make what it needs when it is called, or move it to a module"
+        ) from error
 
 
 def path_of(parameter: str, name: str) -> str:
     """Return the import path of the function `name` that was passed by value."""
     return f"{PASSED_FUNCTIONS}.{parameter}:{name}"
-
-
-def _pickled(function: Callable[..., Any], parameter: str, name: str) -> bytes:
-    import cloudpickle
-
-    try:
-        return cloudpickle.dumps(function)
-    except Exception as error:
-        raise UserError(
-            f"{parameter}={name}: other processes cannot get this function ({describe_error(error)}); let it open or "
-            "make what it needs when it is called, or move it to a module"
-        ) from error
 
 
 def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.config.fields import Section, setting, subsection
@@ -150,11 +150,6 @@ class DataConfig(Section):
 
     replay = False
     """Whether the rows are recorded rollouts. Of a source alone."""
-
-    def without_replay(self) -> DataConfig:
-        """Return the section without recorded rollouts."""
-        mix = {name: source for name, source in self.mix.items() if not source.replay}
-        return replace(self, mix=mix)
 
     def task_with_options(self) -> tuple[str | None, dict[str, Any]]:
         """Return the option `task` of the generator (None: it has none), and the others."""

@@ -106,11 +106,6 @@ class Config(Section):
         return self.longest_sequence if self.task.generates else value_of(self, self.task.longest)
 
     @property
-    def longest_prompt(self) -> int:
-        """Most tokens of the prompt of a reply, in an episode of several turns."""
-        return self.environment.max_tokens - 1 if self.environment.max_tokens > 0 else self.rollout.max_prompt_tokens
-
-    @property
     def rollout_of_engines(self) -> RolloutConfig:
         """The settings of engines: a prompt and its completion have at most `longest_sequence` tokens."""
         completion = min(self.rollout.max_response_tokens, self.longest_sequence - 1)

@@ -3,7 +3,6 @@ shows. `plan.*`: what `trainer plan` computes memory and time for."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -216,10 +215,6 @@ class LoggerConfig(Section):
     def keeps_rollouts(self, step: int) -> bool:
         """Return whether the episodes of a step are kept."""
         return self.save_rollouts or step == 1 or step % 10 == 0
-
-    def without_services(self) -> LoggerConfig:
-        """Return the section for a run within this one, whose metrics nobody follows."""
-        return dataclasses.replace(self, services=[], prometheus=None)
 
 
 @dataclass

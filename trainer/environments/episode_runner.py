@@ -157,7 +157,7 @@ class EnvironmentRunner(EpisodeRunner):
         self._answer_key = cfg.data.answer_key
         self._seed = cfg.trainer.seed
         self._first_limit = ("rollout.max_prompt_tokens", cfg.rollout.max_prompt_tokens)
-        self._longest = cfg.longest_prompt
+        self._longest = e.max_tokens - 1 if e.max_tokens > 0 else cfg.rollout.max_prompt_tokens  # before a reply
         self._most_tokens = e.most_tokens
         self._tokenizer = tokenizer
         check_generation_prompt(tokenizer)

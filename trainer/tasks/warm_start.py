@@ -88,8 +88,9 @@ def _config(cfg: Config) -> Config:
         device=cfg.trainer.device,
         ray_address=cfg.trainer.ray_address or PROCESSES,  # no Ray for a minute
     )
-    logger = dataclasses.replace(cfg.logger.without_services(), plot=False)
-    return dataclasses.replace(cfg, data=cfg.data.without_replay(), trainer=trainer, logger=logger)
+    logger = dataclasses.replace(cfg.logger, services=[], prometheus=None, plot=False)  # nobody follows its metrics
+    mix = {name: source for name, source in cfg.data.mix.items() if not source.replay}
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, mix=mix), trainer=trainer, logger=logger)
 
 
 def made_model(cfg: Config) -> str | None:

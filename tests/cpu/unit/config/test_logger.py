@@ -45,11 +45,6 @@ def test_a_service_is_a_name_or_an_import_path():
         config_of(["logger.services=[wanb]"])
 
 
-def test_a_run_within_a_run_has_no_service():
-    logger = LoggerConfig(prometheus="9000", services=["wandb", "mlflow", "trackio"])
-    assert logger.without_services() == LoggerConfig()
-
-
 def test_a_resume_may_change_what_is_shown():
     changes = {key: rule.change for key, rule in resume_rules(config_of([])).items() if key.startswith("logger.")}
     assert changes == {f"logger.{key}": "harmless" for key, *_ in walk_keys(LoggerConfig())}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.config import set_value
+from tests.support.config import config_of, set_value
 from tests.support.runs import configured, on_files
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig, TinyConfig
 from trainer.config.data import SourceConfig, ValSetConfig
@@ -17,7 +17,7 @@ from trainer.config.fields import walk_keys
 from trainer.jobs import run_task
 from trainer.process.signals import Stopped
 from trainer.tasks import warm_start
-from trainer.tasks.warm_start import _directory, build, made_model
+from trainer.tasks.warm_start import _config, _directory, build, made_model
 from trainer.trainer import Trainer
 
 
@@ -84,6 +84,11 @@ def test_what_makes_the_model_is_in_its_name(tmp_path, key, value):
     cfg, other = on_files(tmp_path), on_files(tmp_path)
     set_value(other, key, value)
     assert _directory(other) != _directory(cfg)
+
+
+def test_services_get_nothing_of_a_warm_start():
+    config = _config(config_of(["logger.services=[tensorboard]", "logger.prometheus=9000"]))
+    assert (config.logger.services, config.logger.prometheus, config.logger.plot) == ([], None, False)
 
 
 def test_the_warm_start_ends_when_the_model_is_good_enough_also_after_a_kill(tmp_path, caplog, monkeypatch):
