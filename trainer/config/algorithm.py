@@ -6,17 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer import import_utils
 from trainer.config.fields import ResumeRule, Section, changed_keys, setting, subsection
 from trainer.config.rollout import works_ahead
 from trainer.files.uris import split_http_url
-from trainer.import_utils import (
-    default_of,
-    import_function,
-    is_import_path,
-    options_of,
-    parameter_names,
-    takes_any_option,
-)
 from trainer.process.model_server import MOST_TOP_K, TOKEN
 
 if TYPE_CHECKING:
@@ -231,9 +224,11 @@ def saved_correction(config: Mapping[str, Any], is_stale: bool = False) -> str |
 
 def _inputs_of(key: str, name: str) -> frozenset[str]:
     """Return which of `INPUTS` the function `name` reads, that `algorithm.<key>` chooses."""
-    if not is_import_path(name):
+    if not import_utils.is_import_path(name):
         return BUILT_IN_INPUTS.get(name, frozenset())
-    return frozenset(parameter_names(import_function(name, f"algorithm.{key}"))) & frozenset(INPUTS[key])
+    return frozenset(import_utils.parameter_names(import_utils.import_function(name, f"algorithm.{key}"))) & frozenset(
+        INPUTS[key]
+    )
 
 
 def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
@@ -242,7 +237,7 @@ def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key
     Args:
         key: the key that chooses the function, `ESTIMATOR` or `LOSS`. Options of the other key are left out.
     """
-    names, any_name = set(options_of(function)), takes_any_option(function)
+    names, any_name = set(import_utils.options_of(function)), import_utils.takes_any_option(function)
     named = {name: value for name, value in named_options(algorithm, key).items() if name in names}
     others = {*KL_OPTIONS, *CRITIC_OPTIONS, *CORRECTION_OPTIONS, *RUN_OPTIONS}
     others = (others.union(ESTIMATOR_OPTIONS) if key == LOSS else others) - names
@@ -253,7 +248,7 @@ def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key
 
 def aggregation_of(policy_loss: Callable[..., Any], algorithm: AlgorithmConfig) -> str:
     """Return how token losses are averaged: as the config says, else by the default in the function's signature."""
-    return algorithm.aggregation or default_of(policy_loss, "aggregation") or "token_mean"
+    return algorithm.aggregation or import_utils.default_of(policy_loss, "aggregation") or "token_mean"
 
 
 def named_options(algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:

@@ -19,15 +19,7 @@ from typing import Any
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Component
-from trainer.checkpoint.manifest import (
-    CARRIED,
-    Checkpoint,
-    CheckpointError,
-    CheckpointFiles,
-    CorruptCheckpointError,
-    FileEntry,
-    read_object,
-)
+from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
 from trainer.checkpoint.storage import StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import one_line
@@ -73,7 +65,7 @@ class RunFiles:
     def component(self) -> Component:
         """Return the component of a checkpoint that lists the pieces."""
 
-        def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+        def begin(staging: manifests.CheckpointFiles) -> Callable[[], list[manifests.FileEntry]]:
             stamps = self._stamps()
             return lambda: [staging.write(FILE, json.dumps({"files": self._keep(stamps)}, indent=1).encode())]
 
@@ -122,7 +114,7 @@ class RunFiles:
             self._store.remove_pieces(unused)
             if unused:
                 LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
-        except (CheckpointError, OSError) as error:
+        except (manifests.CheckpointError, OSError) as error:
             LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
 
     # ---------------------------------------------------------------------------------------------------
@@ -182,7 +174,7 @@ def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Return the pieces of the files that a checkpoint carries, by file."""
     if COMPONENT not in checkpoint.manifest["parts"]:
         return {}
-    files = read_object(checkpoint, FILE, {"files": CARRIED})["files"]
+    files = manifests.read_object(checkpoint, FILE, {"files": manifests.CARRIED})["files"]
     return {path: [Piece(**entry) for entry in entries] for path, entries in files.items()}
 
 
