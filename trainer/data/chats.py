@@ -41,35 +41,24 @@ def read_chat(value: Any) -> list[Message] | None:
     return messages
 
 
-def read_tools(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Return the tools of a row: JSON schemas in its column `tools`, which may be JSON text.
+def beside(example: Mapping[str, Any], where: Callable[[], str]) -> tuple[list[Any] | None, dict[str, Any]]:
+    """Return what the row of an example has beside its chat: JSON schemas of tools in the column `tools`, and variables
+    of the chat template in `chat_template_kwargs`. Both may be JSON text.
 
     Raises:
-        UserError: the column has something else.
+        UserError: a column has something else.
     """
-    tools = _json_column(row, "tools")
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    row = example.get("row", {})
+    tools, variables = _json_column(row, "tools"), _json_column(row, "chat_template_kwargs")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(
-            f"{where}: the column tools must have a list of tools as JSON schemas; rename the column if it has "
+            f"{where()}: the column tools must have a list of tools as JSON schemas; rename the column if it has "
             "something else"
         )
-    return tools
-
-
-def read_variables(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the variables of the chat template for a row: its column `chat_template_kwargs`.
-
-    Raises:
-        UserError: the column has something else.
-    """
-    variables = _json_column(row, "chat_template_kwargs")
-    if variables is None:
-        return {}
-    if not isinstance(variables, dict):
-        raise UserError(f"{where}: the column chat_template_kwargs must have an object with variables of the template")
-    return variables
+    if variables is not None and not isinstance(variables, dict):
+        problem = "the column chat_template_kwargs must have an object with variables of the template"
+        raise UserError(f"{where()}: {problem}")
+    return tools or None, variables or {}
 
 
 def _json_column(row: Mapping[str, Any], name: str) -> Any:

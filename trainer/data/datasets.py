@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from trainer.config import DataConfig
-from trainer.data.chats import PromptCheck, read_chat, read_tools, read_variables, with_other_arguments, writes_strings
+from trainer.data.chats import PromptCheck, beside, read_chat, with_other_arguments, writes_strings
 from trainer.data.generators import generate
 from trainer.data.reasoning_tasks import check_task
 from trainer.data.row_files import lines, parsed
@@ -184,18 +184,6 @@ class PromptReader:
                 )
         except Exception:  # a template is a program and can raise anything
             return None
-
-
-def beside(example: Example, where: Callable[[], str]) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of an example, and its variables of the chat template.
-
-    Raises:
-        UserError: its row has something else in these columns.
-    """
-    row = example.get("row", {})
-    if "tools" not in row and "chat_template_kwargs" not in row:
-        return None, {}
-    return read_tools(row, where()), read_variables(row, where())
 
 
 def load_rows(data: DataConfig, split: str) -> PromptSet:

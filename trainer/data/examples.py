@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from trainer.config import DataConfig, SFTConfig
-from trainer.data.chats import Message, PromptCheck, read_chat
-from trainer.data.datasets import Example, as_messages, beside, read_examples, render_text, where_of
+from trainer.data.chats import Message, PromptCheck, beside, read_chat
+from trainer.data.datasets import Example, as_messages, read_examples, render_text, where_of
 from trainer.data.rollout_io import read_rollouts
 from trainer.data.turns import Row, Stops, replies_of
 from trainer.episodes import Sample

@@ -30,7 +30,7 @@ import xxhash
 from trainer import __version__
 from trainer.config import DataConfig
 from trainer.data import datasets
-from trainer.data.chats import Unseen, log_unseen
+from trainer.data.chats import Unseen, beside, log_unseen
 from trainer.data.row_files import RowDigest, json_lines, parsed
 from trainer.data.tokens import encode, is_plain
 from trainer.errors import UserError
@@ -231,7 +231,7 @@ class FilePrompts(_Prompts):
             return datasets.Prompt(index, (), "", "", example, source=self._name)
         with self._lock:  # a tokenizer works for one thread at a time
             messages = datasets.as_messages(example["prompt"], self._data.system_prompt)
-            text = datasets.render_text(self._tokenizer, messages, True, *datasets.beside(example, lambda: where))
+            text = datasets.render_text(self._tokenizer, messages, True, *beside(example, lambda: where))
             token_ids = encode(self._tokenizer, text, math.inf)
         return dataclasses.replace(datasets.prompt_of(index, example, messages, token_ids), source=self._name)
 
