@@ -207,19 +207,20 @@ def read_examples(data: DataConfig, split: str, as_rows: bool = False) -> list[E
     """
     limit = data.train_size if split == "train" else data.val_size
     if data.synthetic:
-        generated = _generated(data, limit, split)
-        if as_rows or data.messages_key is None:
-            return generated
+        task, options = data.task_with_options()
+        try:
+            generated = generate(data.synthetic, options, limit, split, task)
+        except UserError as error:
+            raise data.with_own_names(error) from error
+        is_made = as_rows or data.messages_key is None
         where = f"{data.name_of('synthetic')}={data.synthetic}"
-        return [_example(row, where, data) for row in generated]
+        return generated if is_made else [example_of(row, where, data) for row in generated]
     key, files = files_of(data, split)
     if not files:
         raise UserError(f"{key}: names no file")
-    examples: list[Example] = []
-    for file in files:
-        rows = itertools.islice(lines(file, key), None if limit < 0 else limit - len(examples))
-        examples += [example_of(parsed(line, where, key), where, data, as_rows) for where, line in rows]
-    return examples
+    rows = itertools.chain.from_iterable(lines(file, key) for file in files)
+    chosen = itertools.islice(rows, None if limit < 0 else limit)
+    return [example_of(parsed(line, where, key), where, data, as_rows) for where, line in chosen]
 
 
 def files_of(data: DataConfig, split: str) -> tuple[str, list[str]]:
@@ -234,16 +235,6 @@ def where_of(data: DataConfig, split: str, index: int) -> str:
     key, files = files_of(data, split)
     rows = itertools.chain.from_iterable(lines(file, key) for file in files)
     return next(itertools.islice(rows, index, None))[0]
-
-
-def _generated(data: DataConfig, size: int, split: str) -> list[Example]:
-    """Return the examples of a generator."""
-    assert data.synthetic is not None
-    try:
-        task, options = data.task_with_options()
-        return generate(data.synthetic, options, size, split, task)
-    except UserError as error:
-        raise data.with_own_names(error) from error
 
 
 def check_files(
@@ -347,27 +338,16 @@ def render_text(
 
 
 def example_of(row: Any, where: str, data: DataConfig, as_rows: bool = False) -> Example:
-    """Return the example in a row of a file.
+    """Return the example in a row of a file, or the row as it is.
 
     Raises:
         UserError: it lacks a column, or has something else there. `where` names it.
     """
-    return (_row if as_rows else _example)(row, where, data)
-
-
-def _row(row: Any, where: str, data: DataConfig) -> Example:
     if not isinstance(row, dict):
         keys = data.messages_key or f"{data.prompt_key} and {data.answer_key}"
         raise _refusal_of_prompt(data, f"{where} must be an object with {keys}")
-    return row
-
-
-def _refusal_of_prompt(data: DataConfig, problem: str) -> UserError:
-    return data.refusal("messages_key" if data.messages_key else "prompt_key", problem)
-
-
-def _example(row: Any, where: str, data: DataConfig) -> Example:
-    row = _row(row, where, data)
+    if as_rows:
+        return row
     if data.messages_key is not None:
         chat = read_chat(row.get(data.messages_key))
         if chat is None or len(chat) < 2 or chat[-1]["role"] != "assistant":
@@ -390,6 +370,10 @@ def _example(row: Any, where: str, data: DataConfig) -> Example:
         problem = f"{where} must have a string or a number, not {type(answer).__name__}"
         raise data.refusal("answer_key", problem)
     return _checked({"prompt": prompt, "answer": str(answer), "row": row}, where)
+
+
+def _refusal_of_prompt(data: DataConfig, problem: str) -> UserError:
+    return data.refusal("messages_key" if data.messages_key else "prompt_key", problem)
 
 
 def _checked(example: Example, where: str) -> Example:
