@@ -309,11 +309,7 @@ def _name_of(dict_config: Any) -> str:
 
 
 def _check_ends(ends: list[tuple[str, int]]) -> None:
-    """Check that no job, of which `ends` has names and exit statuses, has failed.
-
-    Raises:
-        JobEnded: see `run_sweep`.
-    """
+    """Check that no job, of which `ends` has names and exit statuses, has failed."""
     LOG_FILE.close()  # the last job's, which does not hold what is said of the sweep
     failed = [(name, status) for name, status in ends if status]  # two trials may have one name
     if failed:

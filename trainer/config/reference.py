@@ -67,11 +67,7 @@ def _rows() -> Iterator[tuple[str, tuple[str, str, str, str, str]]]:
 
 
 def _entries_of(words: Sequence[str]) -> str:
-    """Return the entries of the keys that hold one of the words.
-
-    Raises:
-        UserError: no key does.
-    """
+    """Return the entries of the keys that hold one of the words."""
     rows, found = [row for _, row in _rows()], {}
     for word in words:
         wanted = word.lstrip("+~").partition("=")[0]

@@ -67,11 +67,7 @@ def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any, stops: Collection
 
 
 def _encode_all(data: DataConfig, split: str, tokenizer: Any, sft: SFTConfig, stops: Collection[int]) -> list[Sample]:
-    """Return the examples of all rows.
-
-    Raises:
-        UserError: the data cannot be read, or one of them cannot be learnt. It names the row.
-    """
+    """Return the examples of all rows."""
     samples: list[Sample] = []
     ends = Stops(tokenizer, stops)
     check = PromptCheck(tokenizer, (data.name_of("system_prompt"), data.system_prompt))

@@ -114,11 +114,7 @@ def _identity(data: DataConfig, files: Sequence[str], tokenizer: Any, max_prompt
 
 
 def _read(data: DataConfig, key: str, files: Sequence[str], reader: datasets.PromptReader | None) -> _Index:
-    """Read and check every row.
-
-    Raises:
-        UserError: names the first bad row; or every prompt is too long.
-    """
+    """Read and check every row."""
     places: deque[tuple[int, ...]] = deque()
     examples = _examples(data, key, files, reader is None, places)
     digest, rows = RowDigest(None if reader is None else data.system_prompt), list[np.ndarray]()

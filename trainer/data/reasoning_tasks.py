@@ -129,11 +129,7 @@ def _as_text(options: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _chunk(task: str, options: str, number: int) -> Any:
-    """Return a data set of `_CHUNK` examples.
-
-    Raises:
-        UserError: the task refuses its options.
-    """
+    """Return a data set of `_CHUNK` examples."""
     kind, settings = known_tasks()[task]
     given = json.loads(options)
     seed = derive_seed(NAME, given.pop("seed", 0), number) % 2**32

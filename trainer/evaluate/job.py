@@ -117,11 +117,7 @@ def _planned(cfg: Config, subject: Subject) -> Results:
 
 
 def _earlier(directory: str, planned: Results) -> Results | None:
-    """Return the same evaluation, which an earlier start has finished; None: there is none.
-
-    Raises:
-        UserError: the directory holds another evaluation.
-    """
+    """Return the same evaluation, which an earlier start has finished; None: there is none."""
     found = read_results(directory)
     if found is not None and (different := found.differences(planned)):
         raise UserError(
@@ -217,11 +213,7 @@ def _weights(cfg: Config, subject: Subject, device: str) -> tuple[str, FixedWeig
 
 
 def _read_sets(cfg: Config, sources: dict[str, str], tokenizer: object) -> dict[str, PromptSet]:
-    """Return the prompts of all sets by name.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
+    """Return the prompts of all sets by name."""
     if not sources:
         raise UserError("data.val_files=[]: names no data to evaluate on; name files, or sets with data.val_sets")
     sets = {}

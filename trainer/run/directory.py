@@ -145,10 +145,6 @@ class RunDirectory:
         """Lock both directories, and test that a save can write to the checkpoint directory.
 
         Log a line for each lock that was taken over from a dead process. Return that of the run directory; empty: none.
-
-        Raises:
-            UserError: another job holds one of the directories; checkpoints cannot be written; or the checkpoints that
-                this run has committed are missing.
         """
         t, store = self.cfg.trainer, self.checkpoints.store
         taken_over = [self._lock.acquire(wait)]
