@@ -127,7 +127,7 @@ def test_config_names_no_upper_room():
 
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1520, 1400),
-    "run process": (3625, 2600),
+    "run process": (3580, 2600),
     "sources generation journal environments agents": (13700, 8500),
     "inference": (1625, 900),
     "rewards": (1001, 900),
@@ -136,13 +136,13 @@ MOST_LINES = {
     "models": (4699, 3400),
     "checkpoint": (4165, 3200),
     "cluster": (2415, 2200),
-    "data": (3210, 1900),
+    "data": (2960, 1900),
     "metrics reports": (2996, 3200),
-    "config": (4400, 3200),
-    "plan": (2350, 1650),
+    "config": (4280, 3200),
+    "plan": (2220, 1650),
     "view": (900, 900),
-    "evaluate": (700, 500),
-    "api": (700, 350),
+    "evaluate": (670, 500),
+    "api": (625, 350),
     "sweeps": (200, 200),
     "files errors episodes import_utils seeding": (1555, 1200),
 }
