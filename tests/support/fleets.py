@@ -49,6 +49,9 @@ class Crew:
         if not (self.run / ".engines/job.json").exists() or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._every_s
+        living = sum(engine.poll() is None for engine in self._engines)
+        if living >= 2 and len(list((self.run / ".engines").glob("engine-*.json"))) < 2:
+            return  # those that start would be the next to go, and on a slow machine none would ever serve
         event, self._events = self._events % 4, self._events + 1
         if len(self._engines) < 2:
             self._events = 0
