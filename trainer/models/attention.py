@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import UserError
 from trainer.parallel.collectives import AxisGroup
-from trainer.parallel.packing import Bucket, Packing, index_select
+from trainer.parallel.packing import Bucket, Gather, Packing, index_select
 from trainer.parallel.shard import transformer_blocks
 
 _TAKES_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -334,22 +334,7 @@ def _attend_bucket(
         scores,
     )
     flat = out.transpose(1, 2).flatten(0, 1)
-    return flat if bucket.is_even else _Gather.apply(flat, query_indices)
-
-
-class _Gather(torch.autograd.Function):
-    """Select the rows at `indices`. No index repeats, so forward and backward only copy."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.size = len(rows)
-        return rows.index_select(0, indices)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (indices,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, indices, grads[0]), None
+    return flat if bucket.is_even else Gather.apply(flat, query_indices)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -361,9 +346,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor
     length, all_tokens = query.shape[2], key.shape[2]
     if window is not None and window >= all_tokens:
         window = None
-    gqa = query.shape[1] != key.shape[1]
     if softcap is None and window is None and length == all_tokens and not has_sinks:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return _sdpa(query, key, value, None, scaling)
     positions = torch.arange(all_tokens, device=query.device)
     distance = positions[all_tokens - length :, None] - positions
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -373,12 +357,45 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor
         key = torch.cat([sink.expand(*key.shape[:2], 1, -1), key], dim=2)
         value, visible = F.pad(value, (0, 0, 1, 0)), F.pad(visible, (1, 0), value=True)
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+        return _sdpa(query, key, value, visible, scaling)
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     logits = (torch.tanh(logits / softcap) * softcap).masked_fill(~visible, float("-inf"))
     return logits.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
+    """Call SDPA with the mask `visible`; None: causal. On CPU, differentiate bfloat16 as `_HalfAttention` does."""
+    halves = query.dtype == torch.bfloat16 and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    if halves and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        bias = None if visible is None else query.new_zeros(visible.shape).masked_fill(~visible, float("-inf"))
+        return _HalfAttention.apply(query, key, value, bias, scaling)
+    gqa = query.shape[1] != key.shape[1]
+    causal = visible is None
+    return F.scaled_dot_product_attention(query, key, value, visible, is_causal=causal, scale=scaling, enable_gqa=gqa)
+
+
+class _HalfAttention(torch.autograd.Function):
+    """SDPA in bfloat16 on CPU, whose backward pass takes half the time if it computes in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None
+    ) -> Tensor:
+        ctx.options = 0.0, bias is None
+        ctx.scaling = scaling
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = attend(query, key, value, *ctx.options, attn_mask=bias, scale=scaling)
+        ctx.save_for_backward(query, key, value, out, sums, bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, sums, bias = (None if saved is None else saved.float() for saved in (*grads, *ctx.saved_tensors))
+        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = differentiate(*tensors, sums, *ctx.options, attn_mask=bias, scale=ctx.scaling)
+        return *(grad.to(grads[0].dtype) for grad in found), None, None
 
 
 @torch.library.custom_op("trainer::packed_attention", mutates_args=())

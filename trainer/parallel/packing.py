@@ -42,6 +42,21 @@ def index_select(rows: Tensor, indices: Tensor) -> Tensor:
     return _IndexSelect.apply(rows, indices)
 
 
+class Gather(torch.autograd.Function):
+    """Select the rows at `indices`. No index repeats, so forward and backward only copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.size = len(rows)
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, indices, grads[0]), None
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Neighbouring sequences of similar length, which attention computes together."""
