@@ -136,7 +136,7 @@ MOST_LINES = {
     "models": (4716, 3400),
     "checkpoint": (4165, 3200),
     "cluster": (2415, 2200),
-    "data": (2960, 1900),
+    "data": (3020, 1900),
     "metrics reports": (2996, 3200),
     "config": (4280, 3200),
     "plan": (2220, 1650),

@@ -6,14 +6,14 @@ import functools
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from trainer.episodes import Episode, Sample, TokenScores
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-T = TypeVar("T")
 
 
 @functools.cache
@@ -48,7 +48,6 @@ def schema(has_scores: bool = False, has_players: bool = False) -> pa.Schema:
     return pa.schema([("step", pa.int64()), *texts, *of_reward, *others])
 
 
-_ARRAYS = ("token_ids", "mask", "logprobs")
 _SCORES = ("logprobs", "entropy", "advantages")
 _TEXTS = ("group", "uid", "answer", "status", "failure")
 _PLAIN = (*_TEXTS, "source", "turns", "reward", "baseline")
@@ -70,7 +69,7 @@ def key_of_group(key: str) -> str:
 def encode_groups(step: int, groups: Mapping[str, Sequence[Episode]], about: Mapping[str, str]) -> bytes:
     """Return groups of episodes, by key, as `encode` does."""
     keys = [key for key, episodes in groups.items() for _ in episodes]
-    return encode(step, list(itertools.chain.from_iterable(groups.values())), keys, about)
+    return encode(step, [episode for group in groups.values() for episode in group], keys, about)
 
 
 def encode(
@@ -101,11 +100,9 @@ def encode(
         columns["messages"] = _messages_column(episodes)
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
         has_players = any(sample.player or sample.sampled_by for episode in episodes for sample in episode.samples)
-        columns["samples"] = [list(map(vars, episode.samples)) for episode in episodes]
+        columns["samples"] = _samples_column(episodes, has_players)
         if scores is not None:
-            assert len(scores) == sum(len(episode.samples) for episode in episodes), "one for each sample"
-            remaining = map(vars, scores)
-            columns["scores"] = [list(itertools.islice(remaining, len(episode.samples))) for episode in episodes]
+            columns["scores"] = _scores_column(episodes, scores)
         kept = schema(scores is not None, has_players)
         table = pa.table([columns[name] for name in kept.names], kept.with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
@@ -138,7 +135,10 @@ def keys_in(data: bytes) -> tuple[list[str], dict[str, str]]:
 
 
 def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dict[str, list[Episode]], dict[str, str]]:
-    """Return the groups of a file, by key, and the metadata of the file. With `keys`, only those of these keys.
+    """Return the groups of a file, by key, and the metadata of the file.
+
+    Args:
+        keys: of the groups that are returned; None: all.
 
     Raises:
         ValueError: the file is damaged, or is another one.
@@ -189,7 +189,8 @@ def decode_scores(data: bytes) -> list[list[TokenScores]] | None:
     made = [
         TokenScores(*arrays) for arrays in zip(*(_arrays(column.values.field(name)) for name in _SCORES), strict=True)
     ]
-    return _by_episode(made, column)
+    bounds = column.offsets.to_pylist()
+    return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def _escaped(text: str) -> str:
@@ -216,24 +217,81 @@ def _messages_column(episodes: Sequence[Episode]) -> list[str]:
     return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
 
 
+def _samples_column(episodes: Sequence[Episode], has_players: bool) -> pa.Array:
+    import pyarrow as pa
+
+    samples = [sample for episode in episodes for sample in episode.samples]
+    fields = [
+        _lists([sample.token_ids for sample in samples], np.int32),
+        _lists([sample.mask for sample in samples], np.float32),
+        _lists([sample.logprobs for sample in samples], np.float32),
+        _lists([sample.weight_versions for sample in samples], np.int64),
+        pa.array([sample.version_spans for sample in samples], pa.list_(pa.list_(pa.int64()))),
+    ]
+    if has_players:
+        fields.append(pa.array([sample.reward for sample in samples], pa.float64()))
+        fields += [pa.array([getattr(one, name) for one in samples], pa.string()) for name in ("player", "sampled_by")]
+    kept = schema(has_players=has_players).field("samples").type.value_type
+    structs = pa.StructArray.from_arrays(fields, fields=list(kept))
+    return pa.ListArray.from_arrays(_offsets([len(episode.samples) for episode in episodes]), structs)
+
+
+def _scores_column(episodes: Sequence[Episode], scores: Sequence[TokenScores]) -> pa.Array:
+    import pyarrow as pa
+
+    counts = [len(episode.samples) for episode in episodes]
+    assert len(scores) == sum(counts), "one for each sample"
+    fields = [_lists([getattr(one, name) for one in scores], np.float32) for name in _SCORES]
+    structs = pa.StructArray.from_arrays(fields, fields=list(schema(has_scores=True).field("scores").type.value_type))
+    return pa.ListArray.from_arrays(_offsets(counts), structs)
+
+
+def _lists(arrays: Sequence[Any], dtype: Any) -> pa.ListArray:
+    """Return arrays of numbers as one column; None stays null."""
+    import pyarrow as pa
+
+    present = [() if one is None else one for one in arrays]
+    if all(isinstance(one, tuple) for one in present):
+        values = np.fromiter(itertools.chain.from_iterable(present), dtype)
+    else:
+        values = np.concatenate(present, dtype=dtype, casting="unsafe")
+    missing = pa.array([one is None for one in arrays], pa.bool_())
+    return pa.ListArray.from_arrays(_offsets([len(one) for one in present]), pa.array(values), mask=missing)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    import pyarrow as pa
+
+    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if bounds[-1] >= 2**31:
+        raise ValueError("there are more than 2^31 tokens")
+    return pa.array(bounds.astype(np.int32))
+
+
 def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
-    structs, made = column.values, []
-    fields = {field.name: structs.field(field.name) for field in structs.type}
-    columns = [_arrays(one) if name in _ARRAYS else one.to_pylist() for name, one in fields.items()]
-    for values in zip(*columns, strict=True):
-        row = dict(zip(fields, values, strict=True))
-        versions, spans = row.pop("weight_versions"), row.pop("version_spans")
-        row |= {"weight_versions": versions and tuple(versions), "version_spans": tuple(map(tuple, spans))}
-        made.append(Sample(**row))
-    return _by_episode(made, column)
-
-
-def _by_episode(values: Sequence[T], column: pa.ListArray) -> list[list[T]]:
-    """Return the values of all samples, by the episodes to which the lists of a column belong."""
-    return [list(values[start:end]) for start, end in itertools.pairwise(column.offsets.to_pylist())]
+    structs = column.values
+    tokens, masks, logprobs, versions = (_arrays(structs.field(i)) for i in range(4))
+    spans = structs.field(4).to_pylist()
+    others = [structs.field(i).to_pylist() for i in range(5, structs.type.num_fields)]
+    made = [
+        Sample(
+            tokens[i],
+            masks[i],
+            logprobs[i],
+            None if versions[i] is None else tuple(versions[i].tolist()),
+            tuple(map(tuple, spans[i])),
+            *(column[i] for column in others),
+        )
+        for i in range(len(structs))
+    ]
+    bounds = column.offsets.to_pylist()
+    return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:
-    values, missing = column.values.to_numpy(zero_copy_only=False), column.is_null().to_pylist()
-    bounds = itertools.pairwise(column.offsets.to_pylist())
-    return [None if missing[i] else values[start:end].copy() for i, (start, end) in enumerate(bounds)]
+    values, bounds = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+    missing = column.is_null().to_pylist()
+    return [
+        None if missing[i] else values[start:end].copy()
+        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+    ]
