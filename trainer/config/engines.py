@@ -114,7 +114,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "server": EngineSpec(
         path="server",
-        transports=("shared_memory", "broadcast"),
+        transports=("shared_memory", "broadcast", "delta"),
         gpus=False,
         unit="request",
         served=True,

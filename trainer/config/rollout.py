@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     """How weights reach the engines: `shared_memory` (engines on rank 0's node), `broadcast` (a gloo or NCCL group
     over ranks and engines), `delta` (engines fetch from each rank what has changed of its shards, once for each node),
     `ipc` (from rank to engine within the GPU that they share), or `auto`: ipc on shared GPUs, broadcast to engines with
-    GPUs of their own, delta across nodes to engines without GPUs (broadcast to servers), else shared memory."""
+    GPUs of their own, delta across nodes to engines without GPUs and in a fleet, else shared memory."""
     lora_sync: str = setting("auto", choices=("auto", "merged", "adapter"), resume="rounding")
     """What engines receive from a policy with adapters: the `adapter`, `merged` weights, or `auto`: the adapter if the
     engine can serve it, else merged weights."""

@@ -493,7 +493,8 @@ def check_fleet(config: Config) -> Rules:
     own = f"rollout.engine={rollout.engine}"
     yield config.engine.served, key, f"{own} speaks to servers that were there before; choose another engine"
     yield "shared_memory" not in config.engine.transports, key, f"{own} takes no weights from files"
-    yield rollout.weight_sync not in ("auto", "shared_memory"), "rollout.weight_sync", f"{key} needs shared_memory"
+    problem = f"{key} needs delta or shared_memory"
+    yield rollout.weight_sync not in ("auto", "delta", "shared_memory"), "rollout.weight_sync", problem
     yield rollout.colocate, key, "engines that join share no GPU with ranks; set rollout.colocate=false"
     problem = "engines that join get whole weights; choose merged, or leave this key out"
     yield rollout.lora_sync == "adapter", "rollout.lora_sync", problem

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.cluster.resources import gpus_per_engine
@@ -481,11 +482,10 @@ class EnginePool:
         if self._cfg.syncs_adapter:
             return ADAPTER
         same_node = len({placement["host"] for placement in placements}) == 1
-        if self._fleet is not None:
-            if not same_node:
-                raise UserError("rollout.fleet=true: the ranks and the job's own engines must be on one node")
-            return "shared_memory"
-        return choose_transport(self._cfg.rollout, same_node, self._device)
+        rollout = self._cfg.rollout
+        if self._fleet is not None and rollout.weight_sync == "auto":  # engines join from anywhere, at any time
+            rollout = replace(rollout, weight_sync="delta" if "delta" in self._spec.transports else "shared_memory")
+        return choose_transport(rollout, same_node, self._device)
 
 
 def _engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -> Callable[..., Any]:

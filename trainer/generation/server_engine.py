@@ -28,6 +28,7 @@ from trainer.process.log_setup import show
 from trainer.process.model_server import TOKEN, read_token
 
 if TYPE_CHECKING:
+    from trainer.generation.weight_shards import Shards
     from trainer.generation.weight_sync import Broadcast, SharedMemory
 
 _LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": lambda value: is_number(value) and value > 0}
@@ -82,6 +83,7 @@ class ServerEngine:
         self._interrupted = threading.Event()
         self._error: Exception | None = None
         self._shared: SharedDirectory | None = None
+        self._reaches_ranks = True
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
         self._claim = {"job": asdict(self._job), "needs": {"tokens": tokens, "repeats": repeats}}
         self._lease = self._wait_for_lease(self._absence_s)
@@ -209,7 +211,7 @@ class ServerEngine:
         yield from lines
 
     def sync_weights(
-        self, source: SharedMemory | Broadcast, version: int, running: RunningRequests = "abort"
+        self, source: SharedMemory | Shards | Broadcast, version: int, running: RunningRequests = "abort"
     ) -> str | None:
         """Let the server load the weights of `source`; return their digest, as the server says it."""
         if running == "abort":
@@ -217,20 +219,39 @@ class ServerEngine:
             self._pending.clear()
         self._version = version
         try:
+            if hasattr(source, "offers"):  # importing the class imports torch
+                return self._pass_on_shards(source, version, running)
             return self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
         finally:
             self._close_shared()
 
+    def _pass_on_shards(self, source: Shards, version: int, running: RunningRequests) -> str | None:
+        """Let the server fetch what has changed from the ranks. If it cannot reach them, send it whole files."""
+        if self._reaches_ranks:
+            try:
+                return self._ask_to_load({"path": None, "shards": asdict(source)}, version, running)
+            except _AbsentError as error:
+                self._reaches_ranks = False
+                show(f"WARNING: {self._name} {error}; this job sends it all weights in each sync", error=True)
+        try:
+            with source.opened() as path:
+                return self._pass_on(path, version, running)
+        except WorkerError as error:
+            raise self._lost(error.message) from error
+
     def _pass_on(self, path: str, version: int, running: RunningRequests) -> str | None:
         """Let the server load the weights in the directory `path`; return their digest."""
-        update = {"version": version, "running": running}
+        try:
+            return self._ask_to_load({"path": path, "files": protocol.fingerprint(path)}, version, running)
+        except _AbsentError:  # the server is on another machine
+            return self._ask_to_load({"path": None, "files": self._upload(path)}, version, running)
+
+    def _ask_to_load(self, what: Mapping[str, Any], version: int, running: RunningRequests) -> str | None:
+        """Let the server load weights, once it has the requests that were before them; return their digest."""
         with self._sending:
             if not self._sending.wait_for(lambda: not self._unsent, _ATTEMPTS * time_limits.SERVER_SILENCE_S):
                 raise self._lost("it does not take the requests that the new weights wait for")
-            try:
-                return self._update({**update, "path": path, "files": protocol.fingerprint(path)})
-            except _AbsentError:  # the server is on another machine
-                return self._update({**update, "path": None, "files": self._upload(path)})
+            return self._update({**what, "version": version, "running": running})
 
     def _receive_broadcast(self, source: Any) -> str:
         """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""

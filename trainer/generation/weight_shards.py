@@ -190,6 +190,15 @@ class Shards:
     offers: tuple[RankOffer, ...]
     timeout_s: float
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Shards:
+        """Return the object of which `dataclasses.asdict` was sent. Raises TypeError or ValueError if it is none."""
+        offers = tuple(
+            RankOffer(*(kind(value) for kind, value in zip((str, str, int), offer, strict=True)))
+            for offer in fields["offers"]
+        )
+        return cls(str(fields["token"]), offers, float(fields["timeout_s"]))
+
     @contextmanager
     def opened(self) -> Iterator[str]:
         """Bring this node's copy to this version. Yield its directory, in which nothing changes within the block.

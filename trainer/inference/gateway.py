@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from trainer.errors import UserError
+from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
 from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
@@ -33,6 +33,8 @@ _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
 _SHORT_BODY, _BYTES_PER_TOKEN = 1 << 20, 256
 """Bytes that the request of a person may always have; and for each token of the longest sequence, if that is more."""
+_LAST_LOAD_S = 5.0
+"""Longest wait for a load of weights when the server ends."""
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
 
@@ -70,6 +72,7 @@ class Gateway:
         self.version = -1  # of these weights
         self._calls: set[asyncio.Task[Any]] = set()  # of the job
         self._uploads: SharedDirectory | None = None
+        self._copy_of: str | None = None  # the token of the ranks of whose weights this machine has a copy
         self._loading = asyncio.Lock()
         self._loads: set[asyncio.Task[Any]] = set()
 
@@ -105,6 +108,9 @@ class Gateway:
 
     async def _clean_up(self, _: web.Application) -> None:
         self._drop_uploads()
+        with contextlib.suppress(TimeoutError):  # what is left then, the next process on this machine deletes
+            async with asyncio.timeout(_LAST_LOAD_S), self._loading:
+                self._drop_copy()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -182,6 +188,8 @@ class Gateway:
 
     async def _release(self, request: web.Request) -> web.Response:
         self._lease_of_job.release(request.headers.get(protocol.OWNER, ""))
+        if self._lease_of_job.job is None and not self._loading.locked():
+            self._drop_copy()
         return web.json_response({})
 
     def _check(self, request: web.Request) -> str:
@@ -234,6 +242,10 @@ class Gateway:
         owner = self._check(request)
         try:
             order = {"path": message["path"], "version": int(message["version"]), "running": message["running"]}
+            if "shards" in message:
+                from trainer.generation.weight_shards import Shards  # imports torch
+
+                order["shards"] = Shards.from_json(message["shards"])
         except (KeyError, TypeError, ValueError) as error:
             raise web.HTTPBadRequest(text=f"no weights: {error!r}") from error
         if order["path"] is not None and not _is_here(order["path"], message.get("files")):
@@ -259,21 +271,26 @@ class Gateway:
 
     async def _load(self, owner: str, start: str, order: dict[str, Any], files: Any) -> dict[str, str]:
         """Let the engine load weights; return their digest, or the error."""
-        async with self._loading:
+        async with self._loading, contextlib.AsyncExitStack() as stack:
             uploads = None
             try:
                 self._check_owner(owner, start)  # again: another job may have taken the server meanwhile
-                if order["path"] is None:
+                if "shards" in order:
+                    order = await self._fetched(order, stack)
+                    self._check_owner(owner, start)
+                elif order["path"] is None:
                     uploads, self._uploads = self._uploads, None  # an upload of another job has a new directory
                     if uploads is None or _sizes(uploads.path) != files:
                         raise LookupError("it has not the files of this job")
                     order = {**order, "path": uploads.path}
                 self._weights_of, self._is_changed = None, True
                 answer = await self._ask_to_load(order)
-            except RefusedError as error:
+            except (RefusedError, UserError) as error:
                 return error_body(protocol.REFUSED, str(error))
             except LookupError as error:
                 return error_body(protocol.LOST, str(error))
+            except WorkerError as error:
+                return error_body(protocol.ABSENT, f"cannot fetch the weights of the ranks ({error.message})")
             finally:
                 if uploads is not None:
                     uploads.close()
@@ -284,6 +301,27 @@ class Gateway:
             if "kind" not in answer and job is not None and job.owner == owner and start == self.backend.start_id:
                 self._weights_of, self.version = owner, order["version"]
             return answer
+
+    async def _fetched(self, order: dict[str, Any], stack: contextlib.AsyncExitStack) -> dict[str, Any]:
+        """Bring this machine's copy to the ranks' weights, of which it may have most; return the order to load it.
+
+        The copy does not change before the end of `stack`.
+        """
+        source = order["shards"]
+        if self._copy_of != source.token:
+            self._drop_copy()
+        self._copy_of, opened = source.token, source.opened()
+        path = await asyncio.to_thread(opened.__enter__)
+        stack.push(opened)
+        return {"path": path, "version": order["version"], "running": order["running"]}
+
+    def _drop_copy(self) -> None:
+        """Free the memory of the copy. Nothing may be loaded now."""
+        if self._copy_of is not None:
+            from trainer.generation.weight_shards import close_copies
+
+            close_copies()
+            self._copy_of = None
 
     async def _ask_to_load(self, order: dict[str, Any]) -> dict[str, str] | None:
         """Return the answer of the engine; None: it has failed."""

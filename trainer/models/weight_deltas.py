@@ -131,7 +131,7 @@ def apply_change(block: np.ndarray, change: Change, digest: str) -> None:
         places += last
         block[places] = change.values[start : start + _CHUNK]
         last = int(places[-1])
-    if change.count < 0:
+    if change.count < 0 and change.values is not block:
         block[:] = change.values
     if (found := digest_of(block)) != digest:
         raise ValueError(f"the changed weights have the digest {found}, and those of the rank {digest}")

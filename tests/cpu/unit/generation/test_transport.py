@@ -30,7 +30,7 @@ def files_engine(monkeypatch) -> None:
         ("auto", "transformers", False, "delta"),
         ("broadcast", "vllm", True, "broadcast"),
         ("shared_memory", "vllm", True, "shared_memory"),
-        ("auto", "server", False, "broadcast"),
+        ("auto", "server", False, "delta"),
         ("delta", "transformers", True, "delta"),
     ],
 )
@@ -59,7 +59,7 @@ def test_engines_that_read_files_get_files_on_gpus_too(colocate):
     [
         ("shared_memory", "vllm", False, False, "cpu"),
         ("auto", "files", False, False, "cpu"),
-        ("delta", "server", False, False, "cpu"),
+        ("delta", "files", False, False, "cpu"),
         ("broadcast", "files", True, False, "cpu"),
         ("broadcast", "vllm", True, True, "cuda"),
         ("auto", "files", False, True, "cuda"),

@@ -17,20 +17,24 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cpu.unit.generation.test_weight_shards import Ranks, some_changed
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.generation import SAMPLED
-from tests.support.jobs import wait_until
+from tests.support.jobs import shared_memory, wait_until
 from tests.support.token_engine import TokenEngine
+from tests.support.weights import make_weights
 from trainer.config import RolloutConfig, compose
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_protocol as protocol
+from trainer.generation import weight_shards
 from trainer.generation.engine import Request, SharedMemory
 from trainer.generation.fleet import Fleet, JoinedEngine, check_proof
 from trainer.generation.registry import Lease, Registry
 from trainer.generation.server_protocol import Job
 from trainer.inference.engine import EngineGateway, EngineHost, join
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.models.weight_deltas import WeightsDigest
 from trainer.process import time_limits
 from trainer.process.model_server import TOKEN as VARIABLE
 from trainer.process.network import listen, start_server
@@ -197,6 +201,52 @@ def test_an_engine_answers_for_the_weights_that_it_has(weights):
         assert [c.token_ids.tolist() for c in found] == [own[i].token_ids.tolist() for i in range(len(REQUESTS))]
         assert {c.weight_versions for c in found} == {(7, 7)}
         assert running.gateway.version == 7
+
+
+class _Loading(TokenEngine):
+    """Says which weights it has read."""
+
+    def sync_weights(self, source: SharedMemory, version: int, running: str = "abort") -> str:
+        super().sync_weights(source, version, running)
+        digest = WeightsDigest()
+        digest.add_files(source.path)
+        return str(digest)
+
+
+def test_an_engine_fetches_all_weights_once_and_then_what_has_changed(monkeypatch):
+    """One that cannot reach the ranks gets the files from the job."""
+    sizes: list[int] = []
+    fill = weight_shards._receive_into
+    monkeypatch.setattr(
+        weight_shards, "_receive_into", lambda end, data: (sizes.append(memoryview(data).nbytes), fill(end, data))[1]
+    )
+    ranks, weights, before = Ranks("the secret of the ranks"), make_weights(1), shared_memory()
+    total = sum(tensor.nbytes for tensor in weights.values())
+    with Running(_Loading) as running, running.joined() as one:
+        for version in (1, 2, 3, 4):
+            sizes.clear()
+            expected, source = WeightsDigest(), ranks.keep(weights)
+            dict(expected.of(iter(weights.items())))
+            if version == 4:
+                monkeypatch.setattr(EngineGateway, "_fetched", _unreachable)
+            assert one.sync_weights(source, version) == str(expected)
+            assert sum(sizes) > total if version == 1 else sum(sizes) < 0.4 * total
+            assert one._reaches_ranks == (version < 4) and running.gateway.version == version
+            weights = some_changed(weights, version)
+        ranks.close()
+        with pytest.raises(WorkerError, match="the weights of the rank at .* have not arrived") as error:
+            one.sync_weights(replace(source, offers=ranks_of_nobody(source)), 5)
+        assert error.value.cause == "server", "it is asked again"
+    weight_shards.close_copies()
+    assert shared_memory() <= before
+
+
+async def _unreachable(*_: object) -> None:
+    raise WorkerError("no way there", "")
+
+
+def ranks_of_nobody(source: weight_shards.Shards) -> tuple[weight_shards.RankOffer, ...]:
+    return tuple(offer._replace(digest="0" * 32) for offer in source.offers)
 
 
 @pytest.mark.parametrize(("asked", "is_served"), [("7", True), ("6", False), ("8", False), ("6+", True), ("8+", False)])
