@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config.engines import EngineSpec
-from trainer.generation.engine import Completion, Request, RunningRequests
+from trainer.generation.engine import CUT, Completion, Request, RunningRequests
 from trainer.generation.weight_sync import SharedMemory
 
 ENGINE = EngineSpec(path=f"{__name__}:TokenEngine", unit="request")
@@ -68,6 +68,14 @@ class TokenEngine:
         if running == "abort":
             self._running.clear()
         self._version = version
+
+    def hand_back(self) -> dict[int, Completion]:
+        running, self._running = self._running, {}
+        return {
+            number: dataclasses.replace(one.completion(), finish_reason=CUT)
+            for number, one in running.items()
+            if one.tokens
+        }
 
     def set_version(self, version: int) -> None:
         self._version = version

@@ -5,6 +5,7 @@ Nothing here imports torch: the process that speaks for an inference server star
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from trainer.config.engines import EngineSpec
 from trainer.import_utils import import_function
 from trainer.process import time_limits
 from trainer.process.model_server import TOKEN
+from trainer.seeding import derive_seed
 
 if TYPE_CHECKING:
     from trainer.generation.weight_sync import WeightSource
@@ -71,7 +73,7 @@ class Completion:
     """`(T,)` float32, the log-prob of each token under the distribution from which it was drawn: log_softmax(logits /
     temperature) over the tokens that top-k and top-p keep. Greedy: log_softmax(logits)."""
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop` or `length`; or `CUT`."""
     weight_versions: tuple[int, int]
     """The oldest and the newest version of the weights that generated its tokens. One number stands for both."""
     version_spans: tuple[tuple[int, int], ...] = ()
@@ -83,6 +85,51 @@ class Completion:
         object.__setattr__(self, "logprobs", np.asarray(self.logprobs, np.float32))
         if isinstance(self.weight_versions, int):
             object.__setattr__(self, "weight_versions", (self.weight_versions, self.weight_versions))
+
+
+CUT = "cut"
+"""`finish_reason` of a completion that its engine has not finished: it leaves the job, and hands back what it has."""
+
+
+@dataclass
+class Pending:
+    """A request that is not complete."""
+
+    request: Request
+    """For what is missing."""
+    completion: asyncio.Future[Completion]
+    oldest: int = -1
+    """Version of the weights that its engine had when it got the request."""
+    _begun: Completion | None = None
+    """What engines that have left the job have generated."""
+
+    def add(self, part: Completion) -> bool:
+        """Take what an engine has generated. Return whether that completes it. What is drawn later is independent."""
+        request, count = self.request, len(part.token_ids)
+        whole = part if self._begun is None else _joined(self._begun, part)
+        if part.finish_reason != CUT:
+            self.completion.set_result(whole)
+            return True
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - count)
+        tokens = np.concatenate([request.prompt_token_ids, part.token_ids])
+        self.request, self._begun = Request(tokens, derive_seed(request.seed, count), sampling), whole
+        return False
+
+
+def _joined(begun: Completion, rest: Completion) -> Completion:
+    """Return one completion of two parts. Its versions are those of both."""
+    parts: list[tuple[int, int]] = []
+    for one in (begun, rest):
+        for version, count in one.version_spans or ((one.weight_versions[1], len(one.token_ids)),):
+            same = parts.pop()[1] if parts and parts[-1][0] == version else 0
+            parts.append((version, same + count))
+    return Completion(
+        np.concatenate([begun.token_ids, rest.token_ids]),
+        np.concatenate([begun.logprobs, rest.logprobs]),
+        rest.finish_reason,
+        (begun.weight_versions[0], rest.weight_versions[1]),
+        tuple(parts) if len(parts) > 1 else (),
+    )
 
 
 @dataclass(frozen=True)
@@ -162,6 +209,13 @@ class StreamingEngine(Engine, Protocol):
 
         Args:
             running: see `RunningRequests`. A completion that was kept has an older and a newer version.
+        """
+        ...
+
+    def hand_back(self) -> dict[int, Completion]:
+        """End all requests, and return the tokens of those that have some, as completions that are `CUT`.
+
+        Optional. Called at the end of an engine that has joined a job; no `step` runs.
         """
         ...
 

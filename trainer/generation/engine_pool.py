@@ -114,6 +114,11 @@ class EnginePool:
         return self._spec.repeats and (self._cluster.device == "cpu" or self._cfg.trainer.deterministic)
 
     @property
+    def continued_tokens(self) -> int:
+        """Tokens, since the start, that engines have handed back when they left and others have continued from."""
+        return self._engines.continued_tokens
+
+    @property
     def unit(self) -> str:
         """What decides the last bits of a completion: its `request`, or the `batch` (see `EngineSpec`)."""
         return self._spec.unit

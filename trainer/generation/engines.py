@@ -26,7 +26,7 @@ from trainer.errors import (
     failure_source_of,
     set_failure_source,
 )
-from trainer.generation.engine import Completion, Request, by_length, by_prompt, join_interval_s
+from trainer.generation.engine import Completion, Pending, Request, by_length, by_prompt, join_interval_s
 from trainer.generation.event_loop import Changes, EventLoop, in_thread
 from trainer.generation.fleet import Fleet
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
@@ -46,16 +46,6 @@ _NO_WEIGHTS = -1
 
 class RequestsDropped(RuntimeError):
     """A weight sync has dropped the requests that were under way."""
-
-
-@dataclass
-class _Pending:
-    """A request that is not complete."""
-
-    request: Request
-    completion: asyncio.Future[Completion]
-    oldest: int = -1
-    """Version of the weights that its engine had when it got the request."""
 
 
 @dataclass
@@ -128,7 +118,8 @@ class Engines:
         self._capacity = math.inf if capacity is None else capacity
         self._maintain = maintain
         self._numbers = itertools.count()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
+        self.continued_tokens = 0  # that engines have handed back when they left
         self._new: list[int] = []
         """Requests that were made since the last turn of the loop, and are shared out in the next one."""
         self._waiting: deque[list[int]] = deque()
@@ -185,7 +176,7 @@ class Engines:
         if self._failure is not None:
             raise self._failure
         loop = asyncio.get_running_loop()
-        made = {number: _Pending(one, loop.create_future()) for one, number in zip(requests, self._numbers)}  # noqa: B905
+        made = {number: Pending(one, loop.create_future()) for one, number in zip(requests, self._numbers)}  # noqa: B905
         self._pending |= made
         if self._is_batch:
             numbers = list(made)
@@ -279,7 +270,9 @@ class Engines:
         assert oldest <= versions[0] <= versions[1] <= newest, (
             f"a completion of weights {versions}, expected from {oldest} to {newest}"
         )
-        pending.completion.set_result(completion)
+        if not pending.add(completion):
+            self.continued_tokens += len(completion.token_ids)
+            self._waiting.appendleft([number])
 
     def _requeue(self, engine: int) -> None:
         """Take back the requests that an engine had when it was ended, to give them to others."""

@@ -21,7 +21,7 @@ from trainer.errors import RESTART_HINT, UserError, WorkerError, one_line
 from trainer.files.documents import ObjectShape, is_number, parse_object
 from trainer.files.shared_memory import SharedDirectory, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps
+from trainer.generation.engine import CUT, Completion, Request, RunningRequests, generate_in_steps
 from trainer.generation.server_protocol import Job
 from trainer.process import time_limits
 from trainer.process.log_setup import show
@@ -129,7 +129,13 @@ class ServerEngine:
         completions: dict[int, Completion] = {}
         began = time.monotonic()
         while self._pending and not self._interrupted.is_set():
-            completions |= self._receive(None if not completions else time_limits.ENGINE_REPORT_S)
+            try:
+                completions |= self._receive(None if not completions else time_limits.ENGINE_REPORT_S)
+            except Exception as error:
+                if not completions:
+                    raise
+                self._results.put((self._batches, error))  # the next step raises it
+                break
             if completions and time.monotonic() > began + time_limits.ENGINE_REPORT_S:
                 break
         self._interrupted.clear()
@@ -181,6 +187,8 @@ class ServerEngine:
                     for one, completion in completions.items():
                         versions = oldest, self._version
                         protocol.check_completion(completion, missing.pop(one, None), versions, self._vocab)
+                        if completion.finish_reason == CUT and not self._later:  # an exact run begins it again
+                            raise self._error_of(protocol.error_body(protocol.LEFT, ""))
                 self._results.put((number, completions))
             if missing and number == self._batches:
                 raise self._lost(f"the answer has ended without {len(missing)} completions")

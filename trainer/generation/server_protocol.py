@@ -21,7 +21,7 @@ import numpy as np
 
 from trainer.config.model import ModelConfig
 from trainer.files.documents import parse_json
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import CUT, Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -163,7 +163,7 @@ def check_completion(completion: Completion, request: Request | None, versions: 
         vocab: number of tokens of the model.
     """
     tokens, used, spans = completion.token_ids, completion.weight_versions, completion.version_spans
-    if request is None or completion.finish_reason not in ("stop", "length"):
+    if request is None or completion.finish_reason not in ("stop", "length", CUT):
         raise ValueError("a completion that nobody waits for, or that has not ended")
     if not 0 < len(tokens) <= request.sampling.max_tokens or not 0 <= tokens.min() <= tokens.max() < vocab:
         raise ValueError(f"{len(tokens)} tokens, more than were asked for, or some that the model does not have")

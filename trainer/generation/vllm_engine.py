@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,14 @@ from trainer.config.engines import ENGINES
 from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, choose_directory
-from trainer.generation.engine import Completion, Request, RunningRequests, generate_in_steps, join_interval_s
+from trainer.generation.engine import (
+    CUT,
+    Completion,
+    Request,
+    RunningRequests,
+    generate_in_steps,
+    join_interval_s,
+)
 from trainer.generation.weight_shards import Shards, close_copies
 from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -203,6 +211,19 @@ class VLLMEngine:
         self.set_version(version)
         return ", ".join(sorted({*digests}))  # more than one is not what the ranks have
 
+    def hand_back(self) -> dict[int, Completion]:
+        """End all requests, and return the tokens that they have (see `StreamingEngine`)."""
+        from vllm.v1.engine import FinishReason
+
+        found = {}
+        for state in list(self._llm.llm_engine.output_processor.request_states.values()):
+            number = self._running.get(state.external_req_id)
+            if number is not None and state.detokenizer.num_output_tokens():
+                output = state.make_request_output([], None, FinishReason.ABORT, None)
+                found[number] = replace(completion_of(output), finish_reason=CUT)
+        self._abort()
+        return found
+
     def _abort(self) -> None:
         if self._running:
             self._llm.llm_engine.abort_request(list(self._running))
@@ -281,7 +302,7 @@ def sampling_params(request: Request) -> SamplingParams:
 def completion_of(request: RequestOutput) -> Completion:
     """Return the completion of a request that vLLM has completed."""
     output = request.outputs[0]
-    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    assert output.finish_reason in ("stop", "length", "abort"), output.finish_reason
     logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
     spans = tuple((int(span.version), span.end - span.start) for span in output.weight_versions)
     versions = spans[0][0], spans[-1][0]

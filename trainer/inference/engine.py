@@ -38,6 +38,8 @@ from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
+_HAND_BACK_S = 5.0
+"""Longest wait for the tokens of requests that an engine has not finished when it leaves."""
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -54,6 +56,12 @@ class _Batch:
 class _Weights:
     order: Mapping[str, Any]
     answer: asyncio.Future[dict[str, str] | None]
+
+
+@dataclass(eq=False)
+class _Left:
+    answer: asyncio.Future[None]
+    """Done when the tokens of all requests are handed back."""
 
 
 class EngineHost:
@@ -73,7 +81,7 @@ class EngineHost:
         self._streaming = streaming
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
-        self._orders: queue.SimpleQueue[_Batch | _Weights] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Batch | _Weights | _Left] = queue.SimpleQueue()
         self._waiting: set[_Batch] = set()
         self._numbers = itertools.count()  # the engine's own: those of two starts of a job are the same
         self._is_leaving = False
@@ -120,9 +128,13 @@ class EngineHost:
         self._order(weights)
         return await weights.answer
 
-    def leave(self) -> None:
-        """Hand back all that is not complete."""
+    async def leave(self) -> None:
+        """Hand back all that is not complete, with the tokens that it has, if the engine can do so soon."""
         self._is_leaving = True
+        if self.is_ready and self._waiting and hasattr(self._engine, "hand_back"):
+            left = _Left(self._loop.create_future())
+            self._order(left)
+            await asyncio.wait([left.answer], timeout=_HAND_BACK_S)
         for batch in self._waiting:
             batch.answers.put_nowait(_leaving())
 
@@ -133,7 +145,7 @@ class EngineHost:
         for batch in self._waiting:
             batch.answers.put_nowait(protocol.error_body(protocol.LOST, "its engine has failed"))
 
-    def _order(self, order: _Batch | _Weights) -> None:
+    def _order(self, order: _Batch | _Weights | _Left) -> None:
         self._orders.put(order)
         if self._streaming and self.is_ready:
             self._engine.interrupt()
@@ -165,6 +177,12 @@ class EngineHost:
                     if order.order["running"] == "abort":
                         running, new = {}, {}
                     self._load(engine, order)
+                elif isinstance(order, _Left):
+                    for own, completion in engine.hand_back().items():
+                        batch, number = running[own]
+                        self._hand_out(batch, {number: completion})
+                    running, new = {}, {}
+                    self._loop.call_soon_threadsafe(order.answer.set_result, None)
                 elif self._streaming:
                     numbers = {next(self._numbers): number for number in order.requests}
                     running |= {own: (order, number) for own, number in numbers.items()}
@@ -275,7 +293,7 @@ async def _serve(options: argparse.Namespace, registry: Registry, job: Mapping[s
         try:
             await _take_part(registry, lease, gateway)
         finally:
-            host.leave()
+            await host.leave()
             with contextlib.suppress(OSError):
                 registry.remove(lease.id)
             await asyncio.sleep(0)

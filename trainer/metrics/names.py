@@ -137,6 +137,7 @@ time/checkpoint_blocked | s | Time that training waited for a checkpoint.
 perf/tokens_per_s | tokens/s | Prompt and completion tokens trained on, divided by `time/step`.
 perf/samples_per_s | completions/s | Completions of the step, divided by `time/step`.
 perf/sync_gb_per_s | GB/s | Size of the weights or adapters that engines got, divided by `time/sync`.
+perf/continued_tokens | tokens | Tokens that leaving engines handed back to others, since the start.
 perf/mfu | share | FLOPs of the policy, and of all models that compute log-probs, in the step, without attention and
     the repeats of shared tokens, divided by the peak of the ranks, by the data sheet of their GPU.
 progress/epoch | epochs | Passes over the training prompts or examples, with fractions.

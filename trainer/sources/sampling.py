@@ -176,6 +176,8 @@ class SamplingSource:
             self._engines.sync_weights(version, self.running)
         now, self._version, self._history = time.monotonic(), version, self.rollouts.journal.history
         self._speeds = {"perf/sync_gb_per_s": self._engines.synced_bytes / 1e9 / (now - started)}
+        if self.cfg.rollout.fleet and self.cfg.rollout.in_flight_updates:
+            self._speeds["perf/continued_tokens"] = self._engines.continued_tokens
         if newest is not None and newest.step >= version:
             self._speeds["time/wait_weights"] = now - newest.generated_at
 

@@ -71,6 +71,7 @@ def test_a_fleet_in_flight_loses_no_prompt_and_trains_none_twice(job, tmp_path):
     crew.wait()
     assert_trained_once(tmp_path / "fleet", log, batch=4, most_stale=2)
     assert crew.killed >= 2 and set(crew.left) == {0}
+    assert metrics(tmp_path / "fleet")[-1]["perf/continued_tokens"] > 0
 
 
 @pytest.mark.release

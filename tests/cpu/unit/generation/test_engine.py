@@ -42,7 +42,7 @@ from trainer.cluster.process_cluster import ProcessCluster
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.errors import UserError
-from trainer.generation.engine import Completion, Request, Sampling
+from trainer.generation.engine import CUT, Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Adapter, SharedMemory
@@ -203,8 +203,16 @@ def test_completions_come_one_after_another_and_a_sync_drops_the_rest(model_path
     stops = dataclasses.replace(endless, stop_token_ids=(int(expected[1][0][0]),))
     part = vllm_engine.step(dict(enumerate(with_sampling(requests * 32, stops))))
     assert 1 in part
+    handed_back = vllm_engine.hand_back()
     vllm_engine.sync_weights(SharedMemory(model_paths[True]), 0)
     assert contents(vllm_engine.generate(requests)) == expected
+    whole = vllm_engine.generate(with_sampling(requests, stops))
+    assert handed_back and not handed_back.keys() & part.keys()
+    for number, one in handed_back.items():
+        count, of = len(one.token_ids), whole[number % 4]
+        assert one.finish_reason == CUT and 0 < count < len(of.token_ids) and one.weight_versions == (0, 0)
+        assert one.token_ids.tolist() == of.token_ids[:count].tolist()
+        np.testing.assert_allclose(one.logprobs, of.logprobs[:count], atol=1e-4)
 
 
 @pytest.mark.processes

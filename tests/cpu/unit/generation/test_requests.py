@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import random
@@ -17,7 +18,7 @@ from tests.support.generation import GREEDY, SAMPLED, contents, make_requests, t
 from tests.support.plain_pool import answers, begin, fault, streaming, wait_for
 from trainer.config.engines import ENGINES
 from trainer.errors import WorkerError
-from trainer.generation.engine import Request
+from trainer.generation.engine import CUT, Completion, Pending, Request
 from trainer.generation.engines import RequestsDropped
 from trainer.process import time_limits
 from trainer.process.failures import read_incidents
@@ -166,3 +167,27 @@ def test_a_signal_ends_the_wait_of_the_main_thread(start, monkeypatch, incidents
         with pytest.raises(Stopped, match="SIGTERM"):
             answers(pool)
     (incidents / "go on").touch()
+
+
+def test_the_parts_of_a_completion_become_one():
+    """Each engine gets a request for what is missing, whose draws do not depend on those before."""
+    request = Request([1, 2], 5, SAMPLED)
+    most = request.sampling.max_tokens
+
+    async def run() -> Completion:
+        pending = Pending(request, asyncio.get_running_loop().create_future())
+        assert not pending.add(Completion([10, 11], [-1.0, -2.0], CUT, 3))
+        assert pending.request.prompt_token_ids.tolist() == [1, 2, 10, 11]
+        assert pending.request.sampling == dataclasses.replace(SAMPLED, max_tokens=most - 2)
+        second = pending.request.seed
+        assert not pending.add(Completion([12, 13, 14], [-3.0] * 3, CUT, (3, 4), ((3, 1), (4, 2))))
+        assert pending.request.prompt_token_ids.tolist() == [1, 2, 10, 11, 12, 13, 14]
+        assert pending.request.sampling.max_tokens == most - 5
+        assert len({request.seed, second, pending.request.seed}) == 3
+        assert pending.add(Completion([15], [-4.0], "stop", 4))
+        return pending.completion.result()
+
+    whole = asyncio.run(run())
+    assert whole.token_ids.tolist() == [10, 11, 12, 13, 14, 15] and whole.finish_reason == "stop"
+    assert whole.logprobs.tolist() == [-1.0, -2.0, -3.0, -3.0, -3.0, -4.0]
+    assert whole.weight_versions == (3, 4) and whole.version_spans == ((3, 3), (4, 3))

@@ -28,7 +28,7 @@ from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_protocol as protocol
 from trainer.generation import weight_shards
-from trainer.generation.engine import Request, SharedMemory
+from trainer.generation.engine import CUT, Request, SharedMemory
 from trainer.generation.fleet import Fleet, JoinedEngine, check_proof
 from trainer.generation.registry import Lease, Registry
 from trainer.generation.server_protocol import Job
@@ -162,7 +162,7 @@ class Running:
             await runner.cleanup()
 
     def leave(self) -> None:
-        self._loop.call_soon_threadsafe(self.host.leave)
+        asyncio.run_coroutine_threadsafe(self.host.leave(), self._loop)
 
     @contextlib.contextmanager
     def joined(self, job: Job = JOB, rollout: RolloutConfig = ROLLOUT) -> Iterator[JoinedEngine]:
@@ -275,6 +275,33 @@ def test_runs_ask_for_their_weights(weights):
             else:
                 with pytest.raises(WorkerError, match="this batch asks for 7"):
                     list(one._send(object(), one._batches, {0: REQUESTS[0]}, 7))
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_engine_that_leaves_hands_back_the_tokens_that_it_has(weights, monkeypatch, in_flight):
+    """Exact runs begin the requests again."""
+    monkeypatch.setattr(TokenEngine, "token_s", 0.05)
+    requests = {number: Request([1, 2], 63 + 64 * number, SAMPLED) for number in range(3)}
+    whole = TokenEngine("")
+    expected = {}
+    while len(expected) < 3:
+        expected |= whole.step(requests if not expected else {})
+    with Running() as running, running.joined(rollout=replace(ROLLOUT, in_flight_updates=in_flight)) as one:
+        one.sync_weights(weights, 7)
+        threading.Timer(0.5, running.leave).start()
+        if in_flight:
+            parts: dict[int, Any] = {}
+            while len(parts) < 3:
+                parts |= one.step({} if parts else requests)
+            for number, part in parts.items():
+                count = len(part.token_ids)
+                assert part.finish_reason == CUT and 0 < count < len(expected[number].token_ids)
+                assert part.token_ids.tolist() == expected[number].token_ids[:count].tolist()
+                assert part.weight_versions == (7, 7) and len(part.logprobs) == count
+            requests = {9: requests[0]}
+        with pytest.raises(WorkerError, match="has left") as error:
+            one.step(requests)
+        assert error.value.cause == protocol.LEFT
 
 
 def test_an_engine_that_leaves_hands_back_what_it_has_not_finished(weights):
