@@ -319,24 +319,24 @@ class Trainer:
         self.audit = None
         with stage("loading the checkpoint"):
             self.directory.check_access(self.learner.ranks)
-            resume = self.directory.resume
-            if resume is None or not resume.is_copy:
-                self.copies.forget()
-            if resume is None:
-                self.journal.start(0, first_history(self.cfg, self.model_path))
-                return
-            checkpoint = resume.checkpoint
-            loaded = {"data"} if self._data_of == checkpoint.path else set()
-            self._data_of = None
-            if resume.is_copy:
-                self.copies.load(checkpoint)
-                saved = self.checkpoints.store.steps()[-1:]
-                self.saves.last_good = self.checkpoints.store.path(saved[0]) if saved else ""
-            else:
-                chosen = resume.restore.chosen(self.components, checkpoint)
-                rest = [one for one in chosen if one.name not in loaded]
-                self.checkpoints.load(checkpoint, rest, resume.restore)
-                self.saves.last_good = checkpoint.path
+            with self.directory.checked_resume(self.learner.ranks) as resume:
+                if resume is None or not resume.is_copy:
+                    self.copies.forget()
+                if resume is None:
+                    self.journal.start(0, first_history(self.cfg, self.model_path))
+                    return
+                checkpoint = resume.checkpoint
+                loaded = {"data"} if self._data_of == checkpoint.path else set()
+                self._data_of = None
+                if resume.is_copy:
+                    self.copies.load(checkpoint)
+                    saved = self.checkpoints.store.steps()[-1:]
+                    self.saves.last_good = self.checkpoints.store.path(saved[0]) if saved else ""
+                else:
+                    chosen = resume.restore.chosen(self.components, checkpoint)
+                    rest = [one for one in chosen if one.name not in loaded]
+                    self.checkpoints.load(checkpoint, rest, resume.restore)
+                    self.saves.last_good = checkpoint.path
             self.journal.start(self.state.step, history_at(checkpoint, resume.restore))
             if resume.restore.fork:
                 self.state.run_ids, self.state.best = {}, {}  # those of the parent are not of this run

@@ -127,14 +127,14 @@ def test_config_names_no_upper_room():
 
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1520, 1400),
-    "run process": (3580, 2600),
+    "run process": (3655, 2600),
     "sources generation journal environments agents": (13799, 8500),
     "inference": (1680, 900),
     "rewards": (1001, 900),
     "sandbox": (1303, 1200),
     "objectives algorithms learner workers parallel": (6244, 5400),
     "models": (4716, 3400),
-    "checkpoint": (4165, 3200),
+    "checkpoint": (4370, 3200),
     "cluster": (2415, 2200),
     "data": (3020, 1900),
     "metrics reports": (2997, 3200),

@@ -205,7 +205,7 @@ class RunLock:
         return {
             "token": self._token,
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": machine_name(),
             "pid": os.getpid(),
             "started": start_time(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -268,10 +268,10 @@ def holder(directory: str) -> tuple[str | None, str | None]:
 
 def _is_local(owner: dict[str, Any]) -> bool:
     """Return whether this process can see the processes of the owner's machine."""
-    return owner.get("machine") == _machine()
+    return owner.get("machine") == machine_name()
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """Return a name of this boot of this machine, of its process ids and of its process start times."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -109,6 +109,8 @@ class CheckpointManager:
         self.store = store
         self.retention = retention or Retention()
         self.resumed_from: int | None = None  # the step that the run resumed from, if it is in this store
+        self.damaged: dict[str, CorruptCheckpointError] = {}
+        """Checkpoints that turned out to be damaged when they were loaded, by path."""
         self._fence = fence
         self._committed = committed
         self._disk_is_full = disk_is_full
@@ -277,8 +279,11 @@ class CheckpointManager:
     # ---------------------------------------------------------------------------------------------------
     # Finding and loading
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, level: str = "hash") -> Checkpoint | None:
         """Return the newest valid checkpoint; None if there is none at all. Newer damaged ones are skipped.
+
+        Args:
+            level: of the check (see `manifest.VERIFY`).
 
         Raises:
             UserError: there are checkpoints but none is valid; or the newest has another format, or cannot be read,
@@ -289,7 +294,9 @@ class CheckpointManager:
             unreadable: UserError | None = None
             for path in self.store.locations(step):
                 try:
-                    checkpoint = manifests.verify(path)
+                    if path in self.damaged:
+                        raise self.damaged[path]
+                    checkpoint = manifests.verify(path, level)
                 except CorruptCheckpointError as error:
                     problems.append(str(error))
                 except UnreadableError as error:

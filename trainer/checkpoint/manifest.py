@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from types import NoneType
 from typing import IO, Any
 
 import xxhash
 
 from trainer import __version__
-from trainer.checkpoint.storage import Storage, open_storage
+from trainer.checkpoint.storage import Storage, for_each, open_storage
 from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import digest_bytes, digest_file, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
@@ -35,9 +36,12 @@ _CHUNK_BYTES = 8 << 20
 Fields = dict[str, Any]
 """The fields of a manifest, of which `files` has a dict for each `FileEntry`."""
 FORMAT_VERSION = 2
-VERIFY = ("hash", "size")
-"""What a check of the files of a checkpoint compares: sizes and contents, or sizes alone."""
+VERIFY = ("hash", "unsharded", "size")
+"""What a check of the files of a checkpoint compares: sizes and contents; the same, except contents of shards, which
+ranks check when they load them (see `sharded.checked_shards`); sizes alone."""
+_SHARD = re.compile(r"__([0-9]+)_[0-9]+\.distcp\Z")
 _HASHERS = min(16, os.cpu_count() or 1)
+_PARALLEL = 4
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,22 @@ class CheckpointFiles:
             while chunk := file.read(_CHUNK_BYTES):
                 stream.write(chunk)
 
-    def digest(self, path: str) -> str:
-        """Return the xxh3-128 of a file's content."""
+    def digest(self, path: str, copy: int | None = None) -> str:
+        """Return the xxh3-128 of a file's content.
+
+        Args:
+            copy: descriptor of a file of this machine that gets the content.
+        """
         if self.storage.disk is not None:
             return digest_file(self.storage.disk.path(path))
         digest, size = xxhash.xxh3_128(), self.storage.size(path)
-        for start in range(0, size, _READ_BYTES):
-            digest.update(self.storage.get_range(path, start, min(start + _READ_BYTES, size)))
-        return digest.hexdigest()
+
+        def fetch(start: int) -> None:
+            data = self.storage.get_range(path, start, min(start + _READ_BYTES, size))
+            digest.update(data) if copy is None else os.pwrite(copy, data, start)
+
+        for_each(fetch, range(0, size, _READ_BYTES), 1 if copy is None else _PARALLEL)
+        return digest.hexdigest() if copy is None else digest_file(f"/proc/self/fd/{copy}")
 
     def contains(self, path: str) -> bool:
         """Return whether `path` stays below the root, links included, and has its shortest form.
@@ -175,6 +187,12 @@ class Checkpoint:
     def entries(self) -> list[FileEntry]:
         """The files that the manifest names."""
         return [FileEntry(entry["path"], entry["bytes"], entry["hash"]) for entry in self.manifest["files"]]
+
+    @property
+    def shards(self) -> dict[FileEntry, int]:
+        """The files with tensors, and the number of the rank that has written each."""
+        matches = {entry: _SHARD.match(posixpath.basename(entry.path)) for entry in self.entries}
+        return {entry: int(match[1]) for entry, match in matches.items() if match is not None}
 
     @property
     def axes(self) -> dict[str, int] | None:
@@ -382,16 +400,16 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
                 raise CorruptCheckpointError(f"{path}: {entry.path} is missing")
             if size != entry.bytes:
                 raise CorruptCheckpointError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
-        if level == "hash":
-            for _ in pool.map(lambda entry: check_digest(checkpoint, entry), entries):
-                pass
+    if level != "size":
+        shards = checkpoint.shards if level == "unsharded" else ()
+        for_each(partial(check_digest, checkpoint), [one for one in entries if one not in shards], _HASHERS)
 
 
-def check_digest(checkpoint: Checkpoint, entry: FileEntry) -> None:
-    """Check the content of one file of a checkpoint against its manifest (see `verify`)."""
+def check_digest(checkpoint: Checkpoint, entry: FileEntry, copy: int | None = None) -> None:
+    """Check the content of one file of a checkpoint (see `verify` and `CheckpointFiles.digest`)."""
     try:
         with reading(checkpoint.path, _path(checkpoint, entry)):
-            digest = checkpoint.files.digest(entry.path)
+            digest = checkpoint.files.digest(entry.path, copy)
     except CorruptCheckpointError as error:
         digest = f"unreadable: {getattr(error.__cause__, 'strerror', None)}"
     if digest != entry.hash:

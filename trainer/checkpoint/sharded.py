@@ -1,18 +1,27 @@
-"""Write and read one rank's share of a sharded state with DCP; the files are made durable and hashed."""
+"""Write, check and read one rank's share of a sharded state with DCP; the files are made durable and hashed."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.manifest import files_at
+from trainer.checkpoint.lock import machine_name
+from trainer.checkpoint.manifest import Checkpoint, FileEntry, check_digest, files_at
+from trainer.checkpoint.storage import for_each
+from trainer.checkpoint.store import AskedRanks
 from trainer.errors import UserError, format_size
 from trainer.process.failpoints import failpoint
+from trainer.process.machine_limits import available_bytes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+HELD: dict[str, int] = {}
+"""Shards of an object store that this machine has downloaded: descriptors of this process by URL."""
 
 # DCP takes seconds to import. The functions import it, because the driver uses this module without writing.
 
@@ -75,24 +84,101 @@ class ShardedFiles:
         Args:
             optional: entries `part.entry` of `state` that are removed from it if the files do not have them.
         """
-        import torch.distributed.checkpoint as dcp
+        import torch.distributed as dist
 
-        from trainer.checkpoint.tensors import SafePlanner, ShardReader
+        from trainer.checkpoint.tensors import ShardReader
 
-        reader = ShardReader(files_at(self.directory), name)
+        problems: list[str | None] = [None]
         try:
+            reader = ShardReader(files_at(self.directory), name)
             for entry in optional:
                 part, _, key = entry.partition(".")
-                if key in state.get(part, {}) and entry not in reader.read_metadata().state_dict_metadata:
+                if key in state.get(part, {}) and entry not in reader.metadata.state_dict_metadata:
                     del state[part][key]
-            dcp.load(state, storage_reader=reader, planner=SafePlanner(), process_group=group)
-        except dcp.CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise UserError(f"{self.directory}/{name}: cannot be loaded: {cause}") from None
+            reader.fill(state)
+        except Exception as error:
+            problems = [str(error) or type(error).__name__]
+        if dist.is_initialized():  # no rank may wait for one that has failed
+            mine, problems = problems[0], [None] * dist.get_world_size(group)
+            dist.all_gather_object(problems, mine, group)
+        if (problem := next(filter(None, problems), None)) is not None:
+            raise UserError(f"{self.directory}/{name}: cannot be loaded: {problem}")
 
     def read_json(self, name: str, file: str) -> bytes:
         """Return the content of a small file below `{directory}/{name}`."""
         return files_at(self.directory).read(f"{name}/{file}")
+
+
+@dataclass(frozen=True)
+class ShardCheck:
+    """Checks the shards of a checkpoint in the processes of the ranks. It is plain data, so that it can be sent."""
+
+    checkpoint: Checkpoint
+
+    def run(self) -> tuple[UserError | None, dict[str, tuple[str, str]]]:
+        """Read the shards that are this rank's part, once, and compare their hashes with the manifest.
+
+        From an object store they are downloaded into memory, if there is enough, so that no rank downloads them again.
+
+        Returns:
+            the first problem; and the machine and path of each shard in memory, by its URL.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self.release()  # what a load that failed has left
+        rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        files, shards = self.checkpoint.files, self.checkpoint.shards
+        free, needed = available_bytes(), 2 * sum(entry.bytes for entry in shards)
+        keeps = files.storage.disk is None and hasattr(os, "memfd_create") and (free is None or free > needed)
+
+        def check(entry: FileEntry) -> None:
+            copy = os.memfd_create("shard") if keeps else None
+            if copy is not None:
+                HELD[f"{files.path}/{entry.path}"] = copy
+            check_digest(self.checkpoint, entry, copy)
+
+        try:
+            parallel = min(torch.get_num_threads(), 4)
+            for_each(check, [entry for entry, writer in shards.items() if writer % count == rank], parallel)
+        except UserError as error:
+            self.release()
+            return error, {}
+        return None, {url: (machine_name(), f"/proc/{os.getpid()}/fd/{copy}") for url, copy in HELD.items()}
+
+    def share(self, places: Mapping[str, tuple[str, str]]) -> None:
+        """Open the shards that processes of this machine have in memory."""
+        for url, (machine, path) in places.items():
+            if url not in HELD and machine == machine_name():
+                with contextlib.suppress(OSError):  # another user's; this rank downloads what it needs
+                    HELD[url] = os.open(path, os.O_RDONLY)
+
+    def release(self) -> None:
+        """Give the memory of the shards back."""
+        while HELD:
+            os.close(HELD.popitem()[1])
+
+
+@contextlib.contextmanager
+def checked_shards(checkpoint: Checkpoint, ranks: AskedRanks) -> Iterator[None]:
+    """Let the ranks check the shards of a checkpoint, each its part, before the block loads them.
+
+    Raises:
+        CorruptCheckpointError: one does not have the content that was saved.
+        UserError: one cannot be read.
+    """
+    check = ShardCheck(checkpoint)
+    answers = ranks.ask(None, check, "run") if checkpoint.shards else {}
+    problems = [problem for problem, _ in answers.values() if problem is not None]
+    places = {url: place for _, found in answers.values() for url, place in found.items()}
+    if places:
+        ranks.ask(None, check, "share", places)
+    if not problems:
+        yield
+    if places:
+        ranks.ask(None, check, "release")
+    if problems:
+        raise problems[0]
 
 
 def _size(value: Any) -> int:

@@ -10,12 +10,13 @@ import io
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.components import Component, SavingRanks, models_component
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, files_at
+from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.storage import LocalStorage
 from trainer.checkpoint.store import LocalStore
 from trainer.errors import UserError, format_size
@@ -33,12 +34,8 @@ _ALIGNMENT = 64
 _Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True)
-class RankFiles:
-    """The shards of each rank below one directory, as they lie in memory: only the same ranks can read them. It is
-    plain data, so that it can be sent to the ranks (see `trainer.checkpoint.sharded.ShardedFiles`)."""
-
-    directory: str
+class RankFiles(ShardedFiles):
+    """The shards of each rank below one directory, as they lie in memory: only the same ranks can read them."""
 
     def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: dist.ProcessGroup) -> list[dict]:
         """Write this rank's part of `state` below `{directory}/{name}`; returns the entries of the files."""
@@ -95,10 +92,6 @@ class RankFiles:
             for key in path[:-1]:
                 parent = parent[key]
             parent[path[-1]] = value
-
-    def read_json(self, name: str, file: str) -> bytes:
-        """Return the content of a small file below `{directory}/{name}`."""
-        return files_at(self.directory).read(f"{name}/{file}")
 
 
 def _tensors_of(name: str, rank: int) -> str:

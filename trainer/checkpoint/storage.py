@@ -89,6 +89,10 @@ def for_each(function: Callable[[T], object], items: Iterable[T], parallel: int 
     Raises:
         Exception: what the first call that failed has raised.
     """
+    if parallel == 1:
+        for item in items:
+            function(item)
+        return
     with ThreadPoolExecutor(parallel) as pool:
         for _ in pool.map(function, items):
             pass

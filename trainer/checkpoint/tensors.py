@@ -7,30 +7,30 @@ loads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import math
 import os
 import pickle
 import posixpath
-import warnings
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import IO, Any
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter, ReadItem
 from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
 from trainer.checkpoint.manifest import (
     MANIFEST,
@@ -40,14 +40,18 @@ from trainer.checkpoint.manifest import (
     FileEntry,
     reading,
 )
+from trainer.checkpoint.sharded import HELD
+from trainer.checkpoint.storage import for_each
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_object
 from trainer.files.hf_hub import first_line
-from trainer.models.export_weights import in_groups
 
 _PARALLEL = 16
-_BATCH_BYTES = 512 << 20
+_HEAD_BYTES = 2048
+"""Of a saved tensor; its values begin before."""
+_ENTRY = b"PK\3\4"
+_Buffer = bytearray | memoryview
 
 
 class _FileSystem(FileSystemBase):
@@ -60,9 +64,7 @@ class _FileSystem(FileSystemBase):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         name = str(path)
-        if mode == "rb":
-            yield io.BytesIO()  # `ShardReader` fetches what is read
-        elif name.endswith(".tmp"):
+        if name.endswith(".tmp"):
             buffer = io.BytesIO()
             yield buffer
             self._unnamed[name] = buffer.getvalue()
@@ -101,39 +103,76 @@ class ShardWriter(FileSystemWriter):
         self.fs, self.path = _FileSystem(files), folder  # type: ignore[assignment]
 
 
-class ShardReader(FileSystemReader):
-    """Reads from a folder of `files` the bytes of the tensors that this rank needs, several ranges at a time."""
+class ShardReader:
+    """Reads from a folder of `files` the bytes of the tensors that this rank needs, straight into their places."""
 
     def __init__(self, files: CheckpointFiles, folder: str):
-        super().__init__(folder)
-        self.fs, self.path = _FileSystem(files), folder  # type: ignore[assignment]
-        self._files = files
-        self._fetched: dict[tuple[str, int], bytes] = {}
+        self.metadata = load_metadata(io.BytesIO(files.read(f"{folder}/.metadata")))
+        self._files, self._folder = files, folder
+        self._opened: dict[str, int | None] = {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = load_metadata(io.BytesIO(self._files.read(f"{self.path}/.metadata")))
-        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        return metadata
+    def fill(self, state: dict[str, Any], planner: LoadPlanner | None = None) -> None:
+        """Fill the tensors of `state` in place, and replace its plain values. No code in the files is executed."""
+        planner, disk = planner or SafePlanner(), self._files.storage.disk
+        planner.set_up_planner(state, self.metadata, is_coordinator=True)
+        items = planner.create_local_plan().items
+        with contextlib.ExitStack() as opened:
+            for name in {self.metadata.storage_data[item.storage_index].relative_path for item in items}:
+                key = f"{self._folder}/{name}"
+                self._opened[name] = handle = HELD.get(f"{self._files.path}/{key}")
+                if handle is None and disk is not None:
+                    self._opened[name] = opened.enter_context(open(disk.path(key), "rb", buffering=0)).fileno()
+            parallel = _PARALLEL if None in self._opened.values() else min(torch.get_num_threads(), _PARALLEL)
+            for_each(partial(self._load, planner), items, parallel)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            sizes = {n: self.storage_data[item.storage_index].length for n, item in enumerate(plan.items)}
-            for numbers in in_groups(sizes, _BATCH_BYTES):  # which bounds the memory
-                items = [plan.items[number] for number in numbers]
-                stored = (self.storage_data[item.storage_index] for item in items)
-                places = {(info.relative_path, info.offset): info.length for info in stored}
-                self._fetched = dict(zip(places, pool.map(self._fetch, places.items()), strict=True))
-                super().read_data(LoadPlan(items), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def _load(self, planner: LoadPlanner, item: ReadItem) -> None:
+        """Fill the place of one item: of a shard, the part that belongs there."""
+        info = self.metadata.storage_data[item.storage_index]
+        read = self._reader(info)
+        if item.type == LoadItemType.BYTE_IO:
+            return planner.load_bytes(item, io.BytesIO(read(0, bytearray(info.length))))
+        dtype, size, stride, position = read_head(bytes(read(0, bytearray(min(_HEAD_BYTES, info.length)))))
+        lengths, offsets = tuple(item.lengths), tuple(item.storage_offsets)
+        if len(size) != len(lengths) or any(o + n > whole for o, n, whole in zip(offsets, lengths, size, strict=True)):
+            raise UserError(f"{info.relative_path} has a tensor of the shape {size}, and another is expected")
+        if 0 in lengths:
+            return None
+        target = planner.resolve_tensor(item).detach()
+        view, is_dense = target, torch.empty_strided(lengths, stride, device="meta").is_contiguous()
+        is_alike = target.device.type == "cpu" and (target.dtype, target.shape) == (dtype, lengths)
+        if not (is_dense and is_alike and target.is_contiguous()):
+            count = 1 + sum((length - 1) * step for length, step in zip(lengths, stride, strict=True))
+            view = torch.empty(count, dtype=dtype)
+        first = sum(offset * step for offset, step in zip(offsets, stride, strict=True))
+        read(position + first * dtype.itemsize, memoryview(view.view(-1).view(torch.uint8).numpy()))
+        if view is not target:
+            target.copy_(view.as_strided(lengths, stride))
+        return None
 
-    def _fetch(self, place: tuple[tuple[str, int], int]) -> bytes:
-        (name, start), length = place
-        return self._files.storage.get_range(f"{self.path}/{name}", start, start + length)
+    def _reader(self, info: _StorageInfo) -> Callable[[int, _Buffer], _Buffer]:
+        """Return a function that fills a buffer with the bytes of a stored item from a place on, and returns it."""
+        name, handle = info.relative_path, self._opened[info.relative_path]
+        # One request to a store, which costs more than the rest of the item.
+        data = (
+            b""
+            if handle is not None
+            else self._files.storage.get_range(f"{self._folder}/{name}", info.offset, info.offset + info.length)
+        )
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
-        return io.BytesIO(self._fetched[sinfo.relative_path, sinfo.offset])
+        def read(start: int, buffer: _Buffer) -> _Buffer:
+            view, place = memoryview(buffer), info.offset + start
+            if not 0 <= start <= info.length - len(view):
+                raise UserError(f"{name} has fewer bytes for a tensor than its shape needs")
+            if handle is None:
+                view[:] = data[start : start + len(view)]
+                return buffer
+            while len(view):
+                if (count := os.preadv(handle, [view], place)) == 0:
+                    raise OSError(errno.EIO, f"{name} ends after {place} bytes")
+                view, place = view[count:], place + count
+            return buffer
+
+        return read
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -214,6 +253,69 @@ def load_metadata(file: Any) -> Metadata:
 
 
 # ---------------------------------------------------------------------------------------------------
+# The head of a tensor that `torch.save` has written: a zip archive without compression
+
+
+class _HeadUnpickler(pickle.Unpickler):
+    """Reads what `torch.save` says of one tensor, and makes nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        match module, name:
+            case "torch._utils", "_rebuild_tensor_v2":
+                return lambda dtype, offset, size, stride, *_: (dtype, offset, size, stride)
+            case "torch._utils", "_rebuild_tensor_v3":  # of types that have no class of storages
+                return lambda _, offset, size, stride, grad, hooks, dtype, *__: (dtype, offset, size, stride)
+            case "collections", "OrderedDict":
+                return OrderedDict
+            case ("torch", _) | ("torch.storage", "UntypedStorage"):
+                found = vars(torch).get(name, torch.UntypedStorage)
+                return found if isinstance(found, torch.dtype) else getattr(found, "_dtype", torch.uint8)
+        raise UserError(f"a tensor names {module}.{name}, which no checkpoint needs; it was not executed")
+
+    def persistent_load(self, found: Any) -> Any:
+        return found[1]
+
+
+def read_head(head: bytes) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]:
+    """Read the beginning of a tensor that `torch.save` has written, without executing code in it.
+
+    Returns:
+        its dtype, size and stride, and where its first value is in the archive, in bytes.
+
+    Raises:
+        UserError: it is not such a beginning, or names what is not allowed.
+    """
+    try:
+        last = head.index(b"/data/0")
+        (dtype, offset, size, stride), order = _described(head[: head.rindex(_ENTRY, 0, last)])
+        if order != sys.byteorder:
+            raise UserError("a tensor was saved on a machine with another order of bytes")
+        return dtype, size, stride, _data_at(head, head.rindex(_ENTRY, 0, last)) + offset * dtype.itemsize
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception, and hold anything
+        raise UserError(f"a tensor is damaged ({type(error).__name__}: {error})") from error
+
+
+@lru_cache(maxsize=256)  # many tensors have the same shape
+def _described(entries: bytes) -> tuple[Any, str]:
+    """Return what the first entries of an archive say of its tensor, and its order of bytes."""
+    stream = io.BytesIO(entries)
+    stream.seek(_data_at(entries, 0))
+    found = _HeadUnpickler(stream).load()
+    order = _data_at(entries, entries.rindex(_ENTRY, 0, entries.index(b"/byteorder", stream.tell())))
+    return found, "little" if entries.startswith(b"little", order) else "big"
+
+
+def _data_at(head: bytes, entry: int) -> int:
+    """Return where the content of the entry of a zip archive begins that begins at `entry`."""
+    if not head.startswith(_ENTRY, entry):
+        raise ValueError("no entry of an archive")
+    name, extra = struct.unpack_from("<HH", head, entry + 26)
+    return entry + 30 + name + extra
+
+
+# ---------------------------------------------------------------------------------------------------
 # Without ranks, a bounded number of bytes at a time
 
 
@@ -284,17 +386,13 @@ class NamedFiles:
         """Return whole tensors of a role, assembled from the shards of all ranks."""
         known = self.shapes(role)
         wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
-        reader = ShardReader(self.checkpoint.files, role)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            try:
-                dcp.load(wanted, storage_reader=reader, planner=_Flat(), no_dist=True)
-            except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
-                cause = next(iter(error.failures.values()))[0]
-                with reading(self.path, role):
-                    if isinstance(cause, OSError):
-                        raise cause from None
-                raise CorruptCheckpointError(f"{self.path}/{role}: cannot be loaded: {first_line(cause)}") from None
+        try:
+            ShardReader(self.checkpoint.files, role).fill(wanted, _Flat())
+        except Exception as error:
+            with reading(self.path, role):
+                if isinstance(error, OSError):
+                    raise
+            raise CorruptCheckpointError(f"{self.path}/{role}: cannot be loaded: {first_line(error)}") from None
         return wanted
 
 

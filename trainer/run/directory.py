@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.checkpoint import last_commit
@@ -14,6 +14,7 @@ from trainer.checkpoint.components import Restore, read_revisions
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
+from trainer.checkpoint.sharded import checked_shards
 from trainer.checkpoint.store import AskedRanks, check_access, give_access
 from trainer.checkpoint.uploads import open_tiers
 from trainer.config import Config
@@ -27,7 +28,7 @@ from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS
 from trainer.process.log_setup import LOG_FILE
 from trainer.process.startup import stage
-from trainer.run.resume import Resume, compare, find_newest, find_resume, read_lineage
+from trainer.run.resume import Resume, compare, damaged_origin, find_newest, find_resume, read_lineage
 from trainer.run.run_files import PATTERNS, RunFiles
 from trainer.run.run_metadata import LOG_NAME, has_metrics
 
@@ -197,6 +198,27 @@ class RunDirectory:
             return
         newest = find_newest(self.cfg, self.checkpoints)
         self.resume = began if newest is None else compare(self.cfg, newest, False)
+
+    @contextlib.contextmanager
+    def checked_resume(self, ranks: AskedRanks) -> Iterator[Resume | None]:
+        """Give the checkpoint to resume from to the block, which loads it, after the ranks have checked its shards.
+
+        If one is damaged, an older checkpoint takes its place.
+
+        Raises:
+            UserError: there is none, or the user has named the damaged one; or a shard cannot be read.
+        """
+        with contextlib.ExitStack() as shards:
+            while (resume := self.resume) is not None and not resume.is_copy:
+                try:
+                    shards.enter_context(checked_shards(resume.checkpoint, ranks))
+                    break
+                except CorruptCheckpointError as error:
+                    if resume.restore.fork:
+                        raise damaged_origin(error) from error
+                    self.checkpoints.damaged[resume.checkpoint.path] = error
+                    self.rediscover()
+            yield resume
 
     def check_access(self, ranks: AskedRanks) -> None:
         """Give ranks on other machines the driver's access to the stores, and check that they can write checkpoints.

@@ -88,7 +88,7 @@ def find_newest(cfg: Config, checkpoints: CheckpointManager) -> Checkpoint | Non
     Raises:
         UserError: no checkpoint of the run is valid, or all are missing.
     """
-    newest = checkpoints.latest()
+    newest = checkpoints.latest("unsharded")  # the ranks check the rest before they load it
     if newest is None:
         last_commit.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
     return newest
@@ -127,11 +127,16 @@ def _find_named(cfg: Config, checkpoints: CheckpointManager, holds_run: bool) ->
             "continue it with trainer.resume_mode=latest"
         )
     try:
-        return manifests.verify(path), True  # no fallback: the user named this checkpoint
+        return manifests.verify(path, "unsharded"), True  # no fallback: the user named this checkpoint
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"trainer.resume_path={error}; restore the checkpoint from a copy, or name another one"
-        ) from error
+        raise damaged_origin(error) from error
+
+
+def damaged_origin(error: CorruptCheckpointError) -> CorruptCheckpointError:
+    """Return the error of a fork from a damaged checkpoint. The user has named it, so no other takes its place."""
+    return CorruptCheckpointError(
+        f"trainer.resume_path={error}; restore the checkpoint from a copy, or name another one"
+    )
 
 
 def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:

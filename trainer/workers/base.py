@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 
 from trainer.config import FSDPConfig, RoleSpec
@@ -141,10 +139,6 @@ class ModelWorker:
         return state
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if "model" in state:
-            set_model_state_dict(
-                self.module, state["model"], options=StateDictOptions(strict=not self.has_frozen_weights)
-            )
         rng = state.get(self._rng)
         if rng is not None:
             restore_rng(rng)

@@ -124,9 +124,11 @@ class Optimizers:
         return get_optimizer_state_dict(self.module, self.all)
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
-        # Those of the user may have no state, as SGD without momentum.
-        options = StateDictOptions(strict=self._is_built_in)
-        set_optimizer_state_dict(self.module, self.all, dict(state), options=options)
+        """Restore what `state` returned and was filled, after `steps` optimizer steps."""
+        if not self._is_built_in:  # whose states are tensors alone, and filled in place
+            # Those of the user may have no state, as SGD without momentum.
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self.module, self.all, dict(state), options=options)
         self.steps = steps
         self.configure()
 

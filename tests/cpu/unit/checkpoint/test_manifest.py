@@ -20,6 +20,7 @@ from tests.support.opened import opened_files
 from tests.support.ranks import run_ranks
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.__main__ import main as checkpoint_tool
+from trainer.checkpoint.components import files_component
 from trainer.checkpoint.manifest import FORMAT_VERSION, CorruptCheckpointError, FileEntry, files_at, step_in, verify
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
@@ -98,8 +99,10 @@ def test_manifest_paths_cannot_leave_the_checkpoint(tmp_path):
                 verify(str(checkpoint), level)
 
 
-def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path):
-    shard = Path(save(manager(tmp_path), 1)) / "weights/shard"
+@pytest.mark.parametrize("name, levels", [("__0_0.distcp", ["hash"]), ("shard", ["hash", "unsharded"])])
+def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path, name, levels):
+    parts = [files_component("weights", lambda: {"weights/__0_0.distcp": b"abc", "weights/shard": b"abc"})]
+    shard = Path(save(manager(tmp_path), 1, parts)) / "weights" / name
     found = {}
     for content in (b"abc", b"abd", b"ab", b"abcd", None):
         if content is None:
@@ -110,10 +113,10 @@ def test_each_level_of_verification_notices_its_kind_of_damage(tmp_path):
             try:
                 verify(str(tmp_path / "global_step_1"), level)
             except CorruptCheckpointError as error:
-                assert "weights/shard" in str(error)
+                assert f"weights/{name}" in str(error)
                 found.setdefault(content, []).append(level)
-    sizes = ["hash", "size"]
-    assert found == {b"abd": ["hash"], b"ab": sizes, b"abcd": sizes, None: sizes}
+    sizes = list(manifests.VERIFY)
+    assert found == {b"abd": levels, b"ab": sizes, b"abcd": sizes, None: sizes}
 
 
 VALUES = st.one_of(

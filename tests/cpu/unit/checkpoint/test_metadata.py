@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import shutil
+import struct
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 
 from tests.support.ranks import run_ranks
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.tensors import load_metadata
+from trainer.checkpoint.tensors import load_metadata, read_head
 from trainer.errors import UserError
 
 
@@ -45,6 +46,20 @@ def test_a_malicious_value_among_the_shards_is_not_executed(tmp_path):
     tensors = {"lr": 0.0}
     with pytest.raises(UserError, match="cannot be loaded"):
         ShardedFiles(str(tmp_path)).read("policy", tensors)
+    assert not executed.exists()
+
+
+def test_a_malicious_tensor_among_the_shards_is_not_executed(tmp_path):
+    def entry(name: bytes, content: bytes) -> bytes:
+        return b"PK\3\4" + bytes(22) + struct.pack("<HH", len(name), 0) + name + content
+
+    executed = tmp_path / "executed"
+    described = pickle.dumps(Malice(str(executed)), protocol=2)
+    head = (
+        entry(b"archive/data.pkl", described) + entry(b"archive/byteorder", b"little") + entry(b"archive/data/0", b"")
+    )
+    with pytest.raises(UserError, match="mkdir.*not executed"):
+        read_head(head)
     assert not executed.exists()
 
 

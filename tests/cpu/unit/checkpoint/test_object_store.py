@@ -21,10 +21,11 @@ from tests.support.gcs import gcs_server, use_gcs
 from tests.support.ranks import run_ranks
 from tests.support.toy import toy_config, toy_run
 from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.buckets import ObjectStorage
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import CheckpointFiles, CorruptCheckpointError, FileEntry
-from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.sharded import HELD, ShardCheck, ShardedFiles
 from trainer.checkpoint.store import open_store
 from trainer.config import compose
 from trainer.files.atomic_io import digest_bytes
@@ -135,12 +136,16 @@ def test_ranks_write_and_read_their_own_parts_with_any_sharding(s3_root, s3_url,
         written = run_ranks(2, write_sharded, staging.path, environment)
         return lambda: [FileEntry(**entry) for entries in written for entry in entries]
 
-    checkpoint = manifests.verify(save(checkpoints, 1, [Component("models", write)]))
+    checkpoint = manifests.verify(save(checkpoints, 1, [Component("models", write)]), "unsharded")
     shards = [entry.path for entry in checkpoint.entries if entry.path.endswith(".distcp")]
     assert shards == ["policy/__0_0.distcp", "policy/__1_0.distcp"]
     state = {"w": torch.zeros(1000), "lr": 0.0}
     ShardedFiles(checkpoint.files.path).read("policy", state)
     assert (state["w"].tolist(), state["lr"]) == (list(range(1000)), 0.5)
+    size = sum(entry.bytes for entry in checkpoint.shards)
+    for count in (1, 3):
+        downloaded = run_ranks(count, check_and_read, checkpoint, environment)
+        assert sum(downloaded) == size, "each byte once, by one of the ranks of a machine"
 
 
 def write_sharded(rank, directory: str, environment: dict[str, str]) -> list[dict]:
@@ -148,6 +153,33 @@ def write_sharded(rank, directory: str, environment: dict[str, str]) -> list[dic
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)]), "lr": 0.5}
     return ShardedFiles(directory).write("policy", state, {"extra.json": "{}"}, dist.group.WORLD)
+
+
+def check_and_read(rank, checkpoint: manifests.Checkpoint, environment: dict[str, str]) -> int:
+    """Return the bytes of shards that this rank has downloaded."""
+    os.environ.update(environment)
+    downloaded, get_range = [], ObjectStorage.get_range
+
+    def counting(storage, key: str, start: int, end: int) -> bytes:
+        downloaded.append(end - start)
+        return get_range(storage, key, start, end)
+
+    ObjectStorage.get_range = counting
+    try:
+        check, found = ShardCheck(checkpoint), [None] * dist.get_world_size()
+        dist.all_gather_object(found, check.run())
+        for problem, places in found:
+            assert problem is None
+            check.share(places)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state = {"w": distribute_tensor(torch.zeros(1000), mesh, [Shard(0)]), "lr": 0.0}
+        ShardedFiles(checkpoint.files.path).read("policy", state)
+        assert state["w"].full_tensor().tolist() == list(range(1000)) and state["lr"] == 0.5
+        check.release()
+        assert HELD == {}
+    finally:
+        ObjectStorage.get_range = get_range
+    return sum(downloaded)
 
 
 def test_a_run_in_another_kind_of_store_needs_one_class_and_one_entry(monkeypatch, tmp_path, model, whole):

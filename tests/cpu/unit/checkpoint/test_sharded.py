@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.checkpoints import manager, save
 from tests.support.namespaces import small_disk
+from tests.support.opened import opened_files
 from tests.support.ranks import run_ranks
-from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.components import Component
+from trainer.checkpoint.manifest import CheckpointFiles
+from trainer.checkpoint.sharded import ShardCheck, ShardedFiles
 from trainer.errors import UserError
+from trainer.workers.host_memory import local_tensor
 
 
 def test_shards_are_durable_before_they_are_named(tmp_path):
@@ -55,6 +64,82 @@ def read_more_than_was_written(rank, directory: str) -> tuple[dict, str]:
         problem = str(error)
     files.read("policy", state, optional=("rng.cuda",))
     return {"rng": list(state["rng"]), "w": state["w"].tolist()}, problem
+
+
+def test_each_shard_is_checked_by_one_rank_and_a_changed_byte_in_it_is_found(tmp_path):
+    path = save(manager(tmp_path), 1, [Component("policy", write_shards)])
+    assert run_ranks(3, check_shards, path) == [[None, ["__0_0.distcp"]], [None, ["__1_0.distcp"]], [None, []]]
+    shard = Path(path) / "policy/__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    manifests.verify(path, "unsharded")
+    (problem, read) = run_ranks(1, check_shards, path)[0]
+    assert "policy/__1_0.distcp does not have the content that was saved" in problem
+    assert read == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def write_shards(staging: CheckpointFiles):
+    entries = [entry for part in run_ranks(2, write_odd_tensors, staging.path) for entry in part]
+    return lambda: [manifests.FileEntry(**entry) for entry in entries]
+
+
+def write_odd_tensors(rank, directory: str) -> list[dict]:
+    return ShardedFiles(directory).write("policy", odd_tensors(), {"extra.json": "{}"}, dist.group.WORLD)
+
+
+def odd_tensors(empty: bool = False) -> dict:
+    """Tensors of all kinds, sharded over all ranks, and those of one rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    numbers = torch.arange(7 * 5.0).view(7, 5)
+    whole = {"rows": numbers, "columns": numbers + 1, "narrow": numbers.bfloat16(), "none": torch.zeros(0, 3)}
+    whole |= {"transposed": numbers.t().clone(memory_format=torch.preserve_format)}
+    places = {name: Shard(1 if name == "columns" else 0) for name in whole}
+    sharded = {name: distribute_tensor(value, mesh, [places[name]]) for name, value in whole.items()}
+    plain = {"scalar": torch.tensor(3.0), "count": torch.tensor(4), "flags": torch.tensor([True, False])}
+    state = {"tensors": {**sharded, **plain}, "values": {"list": [1, "a"], "number": 0.5}}
+    if empty:
+        state["tensors"] = {name: torch.zeros_like(value) for name, value in state["tensors"].items()}
+        state["values"] = {"list": [], "number": 0.0}
+    return state
+
+
+def check_shards(rank, path: str) -> list:
+    with opened_files() as names:
+        problem, places = ShardCheck(manifests.read(path)).run()
+    assert places == {}, "a disk needs no copy"
+    return [problem and str(problem), [name for name in names if name.endswith(".distcp")]]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_any_number_of_ranks_reads_every_kind_of_tensor(tmp_path, count):
+    path = save(manager(tmp_path), 1, [Component("policy", write_shards)])
+    assert run_ranks(count, read_odd_tensors, path) == [None] * count
+
+
+def read_odd_tensors(rank, path: str) -> None:
+    state, expected = odd_tensors(empty=True), odd_tensors()
+    state["tensors"]["scalar"] = torch.zeros((), dtype=torch.float64)  # converted
+    places = {name: local_tensor(value).data_ptr() for name, value in state["tensors"].items()}
+    ShardedFiles(path).read("policy", state)
+    for name, value in expected["tensors"].items():
+        found = local_tensor(state["tensors"][name])
+        assert torch.equal(found, local_tensor(value).to(found.dtype)), name
+        assert found.data_ptr() == places[name], "filled in place"
+    assert state["values"] == expected["values"]
+
+
+def test_a_rank_that_cannot_read_its_part_fails_all(tmp_path):
+    path = save(manager(tmp_path), 1, [Component("policy", write_shards)])
+    os.truncate(f"{path}/policy/__1_0.distcp", 100)
+    problems = run_ranks(2, read_truncated, path)
+    assert problems[0] == problems[1] and "cannot be loaded" in problems[0]
+
+
+def read_truncated(rank, path: str) -> str:
+    with pytest.raises(UserError) as error:
+        ShardedFiles(path).read("policy", odd_tensors(empty=True), dist.group.WORLD)
+    return str(error.value)
 
 
 def test_a_full_disk_is_named_with_the_size_of_the_save(tmp_path):
