@@ -259,7 +259,13 @@ def runs_of(sample: Any) -> Iterator[tuple[list[int], list[int], list[float]]]:
 
 
 class Framework:
-    """An agent of Pydantic AI with a tool, as its users write one."""
+    """An agent of Pydantic AI with a tool, as its users write one. Without a right answer, the reward is a hash.
+
+    With `stops`, a path, the agent of a row with `stops` waits the first time, between its two questions.
+    """
+
+    def __init__(self, stops: str | None = None):
+        self._stops = stops
 
     async def run(self, row: Mapping[str, Any], seed: int, endpoint: Endpoint) -> AgentResult:
         from pydantic_ai import Agent
@@ -275,8 +281,11 @@ class Framework:
             return 2 * n
 
         first = await agent.run(row["prompt"])
+        if self._stops and row.get("stops") and first_time(self._stops):
+            await asyncio.sleep(60)
         second = await agent.run("And again?", message_history=first.all_messages())
-        return AgentResult(float(second.output == row["answer"]), metrics={"words": len(first.output.split())})
+        score = float(second.output == row["answer"]) if "answer" in row else derive_seed(second.output) % 7 / 7
+        return AgentResult(score, metrics={"words": len(first.output.split())})
 
 
 class Debate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from tests.support.evaluations import evaluate, validation_of
 from tests.support.jobs import assert_close, comparable, metrics
 from tests.support.killed_jobs import STEPS, TRAIN_SIZE, run_killed, run_until
 from tests.support.runs import rollouts_of
+from trainer.checkpoint.storage import JOURNAL, TURNS
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.process import time_limits
 from trainer.seeding import permutation
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -197,6 +200,35 @@ def test_self_play_that_is_killed_inside_a_game_ends_as_if_never_killed(model, t
         assert_close(metrics(tmp_path / "other"), whole)
         evaluated = evaluate(tmp_path / "killed", cwd=tmp_path)["metrics"]
         assert evaluated == validation_of(tmp_path / "whole", STEPS) and "val/player/x/reward/mean" in evaluated
+
+
+@pytest.mark.release
+def test_a_program_that_is_killed_between_its_questions_runs_through_its_recorded_replies(model, tmp_path):
+    """A training job whose agent is an unmodified framework, in the second of two steps."""
+    stops = int(permutation(TRAIN_SIZE, 1, "epoch", 0)[5])
+    rows = [{"prompt": f"p{i}", "stops": i == stops} for i in range(TRAIN_SIZE)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = ("algorithm=grpo", f"model.path={model}", *ENGINE, "trainer.seed=1", "data=files",
+            "data.train_files=[rows.jsonl]", "data.train_size=-1", "trainer.val_interval=-1",
+            "environment.name=tests.support.agents:Framework", "rollout.max_prompt_tokens=1024",
+            "logger.save_rollouts=true", "trainer.total_steps=2", "trainer.ckpt_interval=1",
+            "trainer.hf_save_interval=2")  # fmt: skip
+    assert run_until(tmp_path / "whole.log", f"trainer.run_dir={tmp_path}/whole", *base)
+    stopped, saved = tmp_path / "stopped", tmp_path / "killed/checkpoints/global_step_1"
+    job = (*base, f"trainer.run_dir={tmp_path}/killed", f"+environment.kwargs.stops={stopped}")
+
+    def is_recorded(_: float) -> bool:
+        """The reply to the first question has been in the journal's queue for longer than it waits there."""
+        waits = stopped.exists() and time.time() - stopped.stat().st_mtime > 4 * time_limits.JOURNAL_FLUSH_S
+        return waits and saved.exists() and any((tmp_path / "killed" / JOURNAL).glob(f"step_2-*{TURNS}"))
+
+    assert not run_until(tmp_path / "killed.log", *job, kill_when=is_recorded)
+    assert run_until(tmp_path / "killed.log", *job)
+    whole, killed = metrics(tmp_path / "whole"), metrics(tmp_path / "killed")
+    assert comparable(killed) == comparable(whole) and killed[-1]["journal/replies_recorded"] > 0
+    assert whole[-1]["episode/turns/mean"] >= 2 and whole[-1]["reward/std"] > 0
+    for name in ("exports/global_step_2/policy/model.safetensors", "rollouts/step_2.arrow"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_recorded_rollouts_are_replayed_as_if_never_killed(model, tmp_path):
