@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -199,10 +199,27 @@ class Layout:
         """Return a rank's share of a loss, scaled so that gradients are summed: FSDP2 averages them over its mesh."""
         return loss * self.fsdp_mesh.size()
 
+    @torch.no_grad()
     def clip_grad_norm(self, parameters: Iterable[Tensor], limit: float) -> float:
-        """Clip the gradients to a global norm (0: do not clip), and return the norm before. A collective."""
-        norm = nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else math.inf)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        """Clip the gradients to a global norm (0: do not clip), and return the norm before. A collective.
+
+        The numbers are those of `torch.nn.utils.clip_grad_norm_`, from the shards: for lists of DTensors, torch first
+        works out how each operation is sharded, which takes most of the time of a rank's first step.
+        """
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        assert grads and all(isinstance(grad, DTensor) for grad in grads), "the module is sharded"
+        shards, mesh = [grad.to_local() for grad in grads], grads[0].device_mesh
+        norms = torch.stack(torch._foreach_norm(shards))
+        for dim in range(mesh.ndim):
+            copies = [mesh.size(dim) if grad.placements[dim].is_replicate() else 1 for grad in grads]
+            if min(copies) == 1:
+                squares = (norms / norms.new_tensor(copies).sqrt()) ** 2
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+                norms = squares**0.5
+        norm = torch.linalg.vector_norm(norms)
+        if limit > 0:
+            torch._foreach_mul_(shards, torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return float(norm)
 
 
 def _reduced(values: dict[str, float], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:

@@ -169,6 +169,42 @@ def test_gradients_are_clipped_before_they_are_orthogonalised(tmp_path):
         )
 
 
+def compare_with_torch(rank: Rank, path: str) -> list[str]:
+    """Make steps with the same gradients through torch's functions on DTensors; returns what has other bits."""
+    found, layout = [], rank.layout
+    assert layout is not None
+    rank.build(roles(rank.cfg, ["policy"]), path)
+    worker = rank.roles["policy"]
+    parameters = dict(worker.module.named_parameters())
+    others = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    config = worker.optimizer_config
+    plain = torch.optim.AdamW(others.values(), lr=LR, weight_decay=DECAY, fused=True, betas=tuple(config.betas))
+    for step in range(2):
+        for name, parameter in parameters.items():
+            whole = gradient(name, parameter, step)
+            grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.grad, others[name].grad = grad, grad.clone()
+        limit = (0.0, 1.5)[step]
+        norm = layout.clip_grad_norm(parameters.values(), limit)
+        expected = nn.utils.clip_grad_norm_(others.values(), limit or float("inf")).full_tensor()
+        found += [f"norm {norm} {float(expected)}"] if norm != float(expected) else []
+        pairs = {name: (p.grad.to_local(), others[name].grad.to_local()) for name, p in parameters.items()}
+        worker.optimizers.step()
+        plain.step()
+        pairs |= {f"{name} after": (p.to_local(), others[name].to_local()) for name, p in parameters.items()}
+        found += [f"{step} {name}" for name, (one, two) in pairs.items() if not torch.equal(one, two)]
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2}, {"tensor_parallel_size": 2}])
+def test_clipping_and_adamw_have_the_bits_of_torch_on_dtensors(layout, tmp_path):
+    random_model(MODELS["fewer rows than ranks"], "eager").save_pretrained(tmp_path)
+    cfg = with_optimizer("adamw")
+    cfg.model.attn_implementation = "eager"
+    cfg.trainer = dataclasses.replace(cfg.trainer, num_workers=4, **layout)
+    assert run_ranks(4, compare_with_torch, str(tmp_path), cfg=cfg) == [[]] * 4
+
+
 def test_queries_that_hold_gates_and_latent_projections_stay_on_adamw():
     shape = {**SHAPE, "num_experts": 2, "moe_intermediate_size": 16, "layer_types": ["full_attention"] * 2}
     for model, kept in [
