@@ -128,7 +128,7 @@ def test_config_names_no_upper_room():
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1520, 1400),
     "run process": (3605, 2600),
-    "sources generation journal environments agents": (13799, 8500),
+    "sources generation journal environments agents": (13812, 8500),
     "inference": (1680, 900),
     "rewards": (1001, 900),
     "sandbox": (1303, 1200),

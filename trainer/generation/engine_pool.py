@@ -162,6 +162,7 @@ class EnginePool:
             self._start(version, is_initial)
 
     def _start(self, version: int, is_initial: bool) -> None:
+        held = self._holding(version)  # before the check, which takes their version away
         if self._has_started or self._memory.shared:
             self._engines.check()
             if self._memory.shared:  # the ranks may have been started again on other GPUs
@@ -174,16 +175,28 @@ class EnginePool:
         self._has_started = True
         self._transport: Transport = self._fixed or make_transport(self._way, self._ends)
         self._transport.check()
-        self._meet(self._engines.lifecycle.loaded)
+        loaded = self._engines.lifecycle.loaded
+        self._meet(loaded)
         holds_initial = not self._spec.served and self._fleet is None
-        if is_initial and holds_initial and self._transport.is_checked:
-            self._engines.mark_ready(
-                self._engines.call(self._engines.lifecycle.loaded, "set_version", version), version
-            )
+        starts_initial = is_initial and holds_initial and self._transport.is_checked
+        if starts_initial or loaded and held.issuperset(loaded):
+            self.loop.call(self._engines.clear)
+            self._engines.mark_ready(self._engines.call(loaded, "set_version", version), version)
             self._version = version
-            self._has_initial_weights = True
+            self._has_initial_weights = starts_initial
         else:
             self._sync(version, "abort")
+
+    def _holding(self, version: int) -> set[int]:
+        """Return the engines that have got the weights of a version, and keep them while ranks start again.
+
+        A run has one state for each version: it goes back to that state, or behind it and syncs the version again. None
+        if the weights may be elsewhere: in a server, in memory that engines share, or kept for other engines.
+        """
+        if self._spec.served or self._memory.shared or self._keeps_weights:
+            return set()
+        lifecycle = self._engines.lifecycle
+        return {engine for engine in lifecycle.serving if lifecycle.version(engine) == version}
 
     @contextmanager
     def awake(self) -> Iterator[None]:

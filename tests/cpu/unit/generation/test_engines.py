@@ -218,3 +218,23 @@ def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatc
         pool._engines.load()
     pool.sync_weights(2)
     assert len({one.logprobs[0] for one in pool.generate([Request([i], 7, SAMPLED) for i in range(8)])}) == 2
+
+
+def test_engines_that_hold_a_version_need_no_sync_when_the_ranks_start_again(start, monkeypatch, incidents):
+    """`train` changes the weights of the ranks, so a sync would show. One engine that starts anew needs it."""
+    monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
+    pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="shared_memory")
+    ranks.call("policy", "train")
+    pool.start(version=4, is_initial=False)
+    ranks.call("policy", "train")
+    pool.start(version=4, is_initial=False)
+    assert answers(pool) == [[0, 7, 1], [1, 7, 1]]
+    pool.start(version=5, is_initial=False)
+    assert answers(pool) == [[0, 7, 2], [1, 7, 2]]
+    ranks.call("policy", "train")
+    pool._engines.group.end(0)
+    pool.start(version=5, is_initial=False)
+    with pool._at_rest():
+        pool._engines.load()
+    pool.start(version=5, is_initial=False)
+    assert answers(pool) == [[0, 7, 3], [1, 7, 3]]
