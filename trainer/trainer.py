@@ -241,7 +241,9 @@ class Trainer:
             self.timer.pop()
             for reset in resets:
                 reset()
-            self.learner.restart(self.model_path)
+            resume = self.directory.resume
+            restores = resume is not None and "weights" in resume.restore.kinds and not resume.restore.fork
+            self.learner.restart(self.model_path, restores)
 
     # ---------------------------------------------------------------------------------------------------
     # What is saved, when, and what is restored

@@ -95,7 +95,7 @@ class ToyLearner:
         """The ranks are gone, and their state with them."""
         self.ranks.number = math.nan
 
-    def restart(self, model_path: str) -> None:
+    def restart(self, model_path: str, restores: bool) -> None:
         self.ranks.number = 0.0
 
     def profiled(self, step: int) -> AbstractContextManager[None]:

@@ -75,9 +75,9 @@ class Learner:
         if self.cluster.is_local:
             self._built = self.ranks.begin(model_path)
 
-    def build(self, model_path: str) -> None:
-        """Form the process groups and load the initial weights of every role."""
-        wait, self._built = self._built or self.ranks.begin(model_path), None
+    def build(self, model_path: str, restores: bool = False) -> None:
+        """Form the process groups and load the initial weights of every role (see `TrainWorkers.begin`)."""
+        wait, self._built = self._built or self.ranks.begin(model_path, restores), None
         wait()
         self.peak_flops = self.ranks.peak_flops()
 
@@ -223,10 +223,10 @@ class Learner:
         chosen = self.ranks.compute("policy", "is_likeliest", StoredBatch(self.cluster, batch)) > 0
         return float((chosen | (batch["mask"] == 0)).all(axis=1).mean())
 
-    def restart(self, model_path: str) -> None:
-        """Start new ranks after `close`, with the initial weights of every role."""
+    def restart(self, model_path: str, restores: bool) -> None:
+        """Start new ranks after `close`, with the initial weights of every role (see `TrainWorkers.begin`)."""
         self.ranks.launch()
-        self.build(model_path)
+        self.build(model_path, restores)
 
     def close(self) -> None:
         self._built = None

@@ -114,16 +114,22 @@ class TrainWorkers:
         accepted = {"accepted": self.accepted} if self.accepted else {}
         return {"roles": self.saved_roles, "ranks": self.count, "replicas": t.dp_replicate, "axes": axes, **accepted}
 
-    def begin(self, model_path: str) -> Callable[[], None]:
-        """Begin to form the process groups and to load the initial weights; what this returns waits for both."""
+    def begin(self, model_path: str, restores: bool = False) -> Callable[[], None]:
+        """Begin to form the process groups and to load the initial weights; what this returns waits for both.
+
+        Args:
+            restores: `load` follows for each saved role (see `Rank.build`).
+        """
         connected = self.policy.start("connect", self.cluster.rendezvous_address(self.policy))
         paths = {name: spec.path and resolve_model_path(spec.path, spec.path_key) for name, spec in self.roles.items()}
         specs = [dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()]
-        built = self.policy.start("build", specs, model_path)
+        built = self.policy.start("build", specs, model_path, restores)
 
         def wait() -> None:
             connected.result()
-            self.accepted = _accepted(built.result()[0])
+            found = built.result()[0]
+            if not restores:  # else what the first ranks have found stands
+                self.accepted = _accepted(found)
             for role, spec in self.roles.items():
                 if spec.optimizer is not None and spec.optimizer.name != "adamw":
                     for name, parameters in json.loads(self.call_one(role, "sharding"))["optimizers"].items():

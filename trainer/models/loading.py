@@ -87,6 +87,7 @@ def load_model(
     seed: int = 0,
     pack: bool = True,
     longest: int | None = None,
+    fill: bool = True,
 ) -> nn.Module:
     """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
 
@@ -101,6 +102,7 @@ def load_model(
         seed: seed of the adapters' initial values.
         pack: `trainer.pack`.
         longest: most tokens of a sequence. None: the model knows the positions of all.
+        fill: read the weights. Else they are undefined until a checkpoint is loaded that has all of them.
     """
     empty_model = empty_causal_lm if spec.head == LM else empty_value_model
     config = load_trained_config(model, path, spec.path_key, longest)
@@ -108,7 +110,10 @@ def load_model(
     module, backbone = empty_model(model, config, layout.sizes, spec, pack)
     if longest is not None:
         check_position_table(module, longest, f"{spec.path_key}={path}")
-    return _shard_and_fill(module, backbone, model, path, layout, spec, seed)
+    _shard(module, backbone, layout, spec)
+    if fill:
+        _fill(module, model, path, spec, seed)
+    return module
 
 
 def empty_causal_lm(
@@ -224,9 +229,7 @@ def _leave_training_mode(lm: PreTrainedModel) -> None:
             module.p = 0.0
 
 
-def _shard_and_fill(
-    module: nn.Module, backbone: str, model: ModelConfig, path: str, layout: Layout, spec: RoleSpec, seed: int
-) -> nn.Module:
+def _shard(module: nn.Module, backbone: str, layout: Layout, spec: RoleSpec) -> None:
     device, fsdp = layout.device, FSDPConfig(**vars(spec.sharding))
     dtype = param_dtype(fsdp.param_dtype, device)
     uncast = set() if dtype == torch.float32 else float32_weights(module)
@@ -249,6 +252,9 @@ def _shard_and_fill(
         if fsdp.cpu_offload and device == "cuda":  # only parameters are offloaded
             parent, _, leaf = name.rpartition(".")
             module.get_submodule(parent)._buffers[leaf] = buffer.to(device)
+
+
+def _fill(module: nn.Module, model: ModelConfig, path: str, spec: RoleSpec, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith(VALUE_HEAD):  # the initial values are 0 on any number of ranks
@@ -274,7 +280,6 @@ def _shard_and_fill(
         dcp.load(state, storage_reader=reader)
     else:
         _scatter_from_rank0(module, model, path, spec.path_key, names)
-    return module
 
 
 def _owners(module: nn.Module, uncast: Collection[str], spec: RoleSpec) -> list[nn.Module]:

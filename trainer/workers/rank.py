@@ -49,6 +49,7 @@ class Rank:
         self.world_size = world_size
         self.device = device
         self.roles: dict[str, ModelWorker] = {}
+        self._empty: set[str] = set()  # roles whose weights `load` has yet to bring
         self.objective: Objective
         self.layout: Layout | None = None
         self.saver: AsyncSaver | None = None
@@ -73,9 +74,14 @@ class Rank:
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
 
-    def build(self, roles: Sequence[RoleSpec], model_path: str) -> dict[str, tuple[str | None, list[str]]]:
+    def build(
+        self, roles: Sequence[RoleSpec], model_path: str, restores: bool = False
+    ) -> dict[str, tuple[str | None, list[str]]]:
         """Load the initial weights of `roles`, by default those in `model_path`, and compare each model with its own
         class.
+
+        Args:
+            restores: `load` follows for each saved role, so those whose checkpoint has all weights get none here.
 
         Returns:
             by the key and the path of each model: what differs (see `Verdict.problem`), and what was not compared.
@@ -88,11 +94,13 @@ class Rank:
         model, t, longest = self.cfg.model, self.cfg.trainer, self.cfg.longest_row
         for spec in roles:
             of_role = resolve_model_path(spec.path, spec.path_key) if spec.path else path
+            fill = not (restores and spec.saved) or spec.has_adapters
             if spec.is_policy_base:  # the policy without its adapters
                 module = self.roles["policy"].module
             else:
-                module = load_model(model, of_role, self.layout, spec, t.seed, t.pack, longest)
-            if of_role not in compared:  # other roles with the same weights have the same backbone
+                module = load_model(model, of_role, self.layout, spec, t.seed, t.pack, longest, fill)
+            self._empty |= set() if fill else {spec.name}
+            if fill and of_role not in compared:  # other roles with the same weights have the same backbone
                 verdict = check_model(model, module, of_role, self.layout, spec, t.pack, longest)
                 compared.add(of_role)
                 found[f"{spec.path_key}={of_role}"] = verdict.problem, verdict.not_compared
@@ -110,6 +118,8 @@ class Rank:
         return FrozenWorker(spec, module, self.layout, self.objective, changing, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._empty -= {role} if method == "load" else set()
+        assert role not in self._empty or method in ("sharding", "num_parameters"), f"the {role} has no weights yet"
         needed = {self._holder(role)} | ({"policy"} if method == "sync_from_policy" else set())
         if method == "update":
             needed |= {name for name, worker in self.roles.items() if worker.spec.read_by == role}

@@ -76,3 +76,17 @@ def test_a_damaged_copy_is_not_used_and_the_ranks_continue_from_the_last_commit(
     assert "the copies of the last steps cannot be used" in text and "policy/rank_1.bin" in text
     assert f"resumed from {run}/checkpoints/global_step_2, step 2" in text, text
     assert outcome(run) == uninterrupted
+
+
+def test_engines_that_hold_the_weights_of_a_copy_get_none(overrides, tmp_path):
+    """Without rollouts ahead, the engines have the weights of the step in which a rank is lost, and keep them."""
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    (faults / "before,4,1").touch()
+    runs = tmp_path / "undisturbed", tmp_path / "run"
+    for run in runs:
+        command = [f"trainer.run_dir={run}", *overrides, "rollout.ahead=0", "trainer.copy_steps=true"]
+        env = {"TEST_FAULTS": str(faults)} if run is runs[1] else {}
+        assert run_until(run.with_suffix(".log"), *command, env=env)
+    assert os.listdir(faults) == [] and [one.step for one in read_incidents(str(runs[1]))] == [2]
+    assert outcome(runs[1]) == outcome(runs[0])

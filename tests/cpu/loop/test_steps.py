@@ -344,10 +344,10 @@ def test_ranks_that_die_while_they_start_again_are_started_again(tmp_path, model
         trainer.recovery.wait = lambda: None
         restart, deaths = trainer.learner.restart, [lost()]
 
-        def die(path):
+        def die(*args):
             if deaths:
                 raise deaths.pop()
-            restart(path)
+            restart(*args)
 
         trainer.learner.restart = die
         trainer.run()
