@@ -2,10 +2,10 @@
 
 Trains a model of 100M parameters from a checkpoint on, on two ranks, which are plain processes with one thread each. In
 the update of a step rank 1 kills itself. Measured is the time from the kill until the line of this step is in
-`metrics.jsonl`, less the time of the next step: with `trainer.copy_steps=false`, where the ranks continue from the
-checkpoint, and with `trainer.copy_steps=true`, where they continue from the copy in shared memory. Jobs of both kinds
-take turns. The machine may have other work, so the ratio is that of the CPU seconds of all processes of the job;
-seconds are printed, too.
+`metrics.jsonl`: with `trainer.copy_steps=false`, where the ranks continue from the checkpoint, and with
+`trainer.copy_steps=true`, where they continue from the copy in shared memory. Of both the time of a step without copies
+is taken off: the one after the kill in the first job. Jobs of both kinds take turns. The ratios are those of the CPU
+seconds of all processes of the job, and of the seconds, which say little while the machine has other work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Moment:
 
 
 def run(model: str, run_dir: str, steps: int, *more: str, kill: int | None = None) -> tuple[Moment, Moment] | None:
-    """Run a job; return what it cost from the kill to the line of the killed step, less the next step, and that step.
+    """Run a job; return what it cost from the kill to the line of the killed step, and the next step.
 
     Args:
         kill: the call of the loss at which rank 1 kills itself, in the last step but one. None: it does not.
@@ -97,38 +97,42 @@ def run(model: str, run_dir: str, steps: int, *more: str, kill: int | None = Non
         raise SystemExit(f"{text[-3000:]}\nthe job ended with status {job.returncode}")
     if kill is None:
         return None
-    step = seen[steps] - seen[steps - 1]
-    return (seen[steps - 1] - seen[0]) - step, step
+    return seen[steps - 1] - seen[0], seen[steps] - seen[steps - 1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="jobs of each kind (default: 2)")
-    lost = "steps behind the checkpoint up to the one of the kill (default: 1 5)"
+    lost = "finished steps between the checkpoint and the step of the kill (default: 1 5)"
     parser.add_argument("--lost", type=int, nargs="*", default=[1, 5], help=lost)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         model, base, run_dir = (os.path.join(root, name) for name in ("model", "base", "run"))
         build_tiny(SHAPE, model)
         run(model, base, COMMITTED)
-        print("| steps lost | from the checkpoint | from the copy | ratio of CPU seconds | the step after it |")
-        print("|---|---|---|---|---|", flush=True)
+        print(
+            "| steps lost | from the checkpoint | from the copy | ratio of CPU seconds | of seconds | the next step |"
+        )
+        print("|---|---|---|---|---|---|", flush=True)
         for count in args.lost:
-            ratios = []
+            ratios: list[tuple[float, float]] = []
             for _ in range(args.pairs):
                 costs = []
                 for copies in ("false", "true"):
                     shutil.copytree(base, run_dir)
-                    steps = COMMITTED + count + 1
-                    costs.append(run(model, run_dir, steps, f"trainer.copy_steps={copies}", kill=count))
+                    steps = COMMITTED + count + 2
+                    costs.append(run(model, run_dir, steps, f"trainer.copy_steps={copies}", kill=count + 1))
                     shutil.rmtree(run_dir)
                     os.remove(f"{run_dir}.kill")
                 (before, step), (after, copied_step) = costs
-                ratios.append(after.cpu / before.cpu)
+                before, after = before - step, after - step
+                ratios.append((after.cpu / before.cpu, after.seconds / before.seconds))
                 shown = [f"{one.cpu:.1f} CPU s, {one.seconds:.1f} s" for one in (before, after)]
                 steps_cpu = f"{step.cpu:.1f} and {copied_step.cpu:.1f} CPU s"
-                print(f"| {count} | {shown[0]} | {shown[1]} | {ratios[-1]:.2f} | {steps_cpu} |", flush=True)
-            print(f"{count} steps lost: median ratio {median(ratios):.2f}", flush=True)
+                of_both = " | ".join(f"{ratio:.2f}" for ratio in ratios[-1])
+                print(f"| {count} | {shown[0]} | {shown[1]} | {of_both} | {steps_cpu} |", flush=True)
+            of_cpu, of_clock = (median(one) for one in zip(*ratios, strict=True))
+            print(f"{count} steps lost: medians {of_cpu:.2f} of CPU seconds, {of_clock:.2f} of seconds", flush=True)
 
 
 if __name__ == "__main__":
