@@ -124,7 +124,7 @@ def test_a_lock_whose_owner_is_silent_is_taken_over_and_cannot_come_back(root, m
     store = open_store(root)
     silent, other = (store.locks(1, "checkpoint directory", "end it")[0] for _ in range(2))
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("trainer.checkpoint.lock._machine", lambda: "another machine")
+        elsewhere.setattr("trainer.checkpoint.lock.machine_name", lambda: "another machine")
         silent.acquire()
     silent._stop.set()  # as a suspended process: no heartbeat any more
     assert "no heartbeat for 1 s" in other.acquire()
