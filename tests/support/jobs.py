@@ -174,18 +174,22 @@ def left_running(marker: str) -> list[str]:
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """Names in shared memory that are not in `before`, and that no live process has open or mapped.
+    """Names in shared memory that are not in `before`, and that no other live process has open or mapped.
 
     Other tests may have jobs and servers at this moment, and use theirs.
     """
-    new = shared_memory() - before
-    used = _used_in_shared_memory() if new else set()
-    return new - used
+    for _ in range(20):  # another process may have made a directory just now, and not opened it yet
+        left = shared_memory() - before
+        left -= _used_in_shared_memory() if left else set()
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
 
 
 def _used_in_shared_memory() -> set[str]:
     used = set()
-    for pid in psutil.pids():
+    for pid in {*psutil.pids()} - {os.getpid()}:
         with contextlib.suppress(OSError):  # it has just ended
             mapped = [line.partition("/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
             opened = [os.readlink(entry.path)[1:] for entry in os.scandir(f"/proc/{pid}/fd")]

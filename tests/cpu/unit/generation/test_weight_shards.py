@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.jobs import shared_memory
+from tests.support.jobs import left_in_shared_memory, shared_memory
 from tests.support.weights import make_weights
 from trainer.errors import UserError, WorkerError
 from trainer.generation import weight_shards
@@ -69,7 +69,7 @@ def ranks() -> Iterator[Ranks]:
     yield ranks
     ranks.close()
     weight_shards.close_copies()
-    assert shared_memory() <= before
+    assert not left_in_shared_memory(before)
 
 
 def loaded(directory: str) -> dict[str, Tensor]:

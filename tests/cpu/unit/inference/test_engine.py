@@ -20,7 +20,7 @@ import pytest
 from tests.cpu.unit.generation.test_weight_shards import Ranks, some_changed
 from tests.support.buckets import make_bucket, use_s3
 from tests.support.generation import SAMPLED
-from tests.support.jobs import shared_memory, wait_until
+from tests.support.jobs import left_in_shared_memory, shared_memory, wait_until
 from tests.support.token_engine import TokenEngine
 from tests.support.weights import make_weights
 from trainer.config import RolloutConfig, compose
@@ -238,7 +238,7 @@ def test_an_engine_fetches_all_weights_once_and_then_what_has_changed(monkeypatc
             one.sync_weights(replace(source, offers=ranks_of_nobody(source)), 5)
         assert error.value.cause == "server", "it is asked again"
     weight_shards.close_copies()
-    assert shared_memory() <= before
+    assert not left_in_shared_memory(before)
 
 
 async def _unreachable(*_: object) -> None:
