@@ -134,7 +134,7 @@ MOST_LINES = {
     "sandbox": (1303, 1200),
     "objectives algorithms learner workers parallel": (6284, 5400),
     "models": (4721, 3400),
-    "checkpoint": (4375, 3200),
+    "checkpoint": (4368, 3200),
     "cluster": (2415, 2200),
     "data": (3020, 1900),
     "metrics reports": (2997, 3200),

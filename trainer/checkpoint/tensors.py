@@ -7,7 +7,6 @@ loads.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import io
 import math
@@ -47,6 +46,7 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_object
 from trainer.files.hf_hub import first_line
+from trainer.models.weight_deltas import bits_of
 
 _PARALLEL = 16
 _HEAD_BYTES = 2048
@@ -145,7 +145,7 @@ class ShardReader:
             count = 1 + sum((length - 1) * step for length, step in zip(lengths, stride, strict=True))
             view = torch.empty(count, dtype=dtype)
         first = sum(offset * step for offset, step in zip(offsets, stride, strict=True))
-        read(position + first * dtype.itemsize, _memory_of(view))
+        read(position + first * dtype.itemsize, memoryview(bits_of(view.view(-1).view(torch.uint8))))
         if view is not target:
             target.copy_(view.as_strided(lengths, stride))
         return None
@@ -174,13 +174,6 @@ class ShardReader:
             return buffer
 
         return read
-
-
-def _memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a dense tensor on the CPU. After `Tensor.numpy`, `trainer.offload` could not free it."""
-    view = ctypes.pythonapi.PyMemoryView_FromMemory
-    view.restype, view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-    return view(tensor.data_ptr(), tensor.nbytes, 0x200)  # PyBUF_WRITE
 
 
 class SafePlanner(DefaultLoadPlanner):

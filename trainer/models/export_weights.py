@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -43,7 +42,7 @@ from trainer.models.lora import (
     hugging_face_name,
     peft_name,
 )
-from trainer.models.weight_deltas import WeightsDigest
+from trainer.models.weight_deltas import WeightsDigest, bits_of
 from trainer.models.weight_names import FileUnit, empty_model, file_tensors, file_units, whole_units
 from trainer.parallel.shard import reshard
 
@@ -283,8 +282,7 @@ def _local_shard(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
 
 
 def _write_block(handle: int, region: Region, block: Tensor) -> None:
-    content = block.to("cpu").contiguous().view(-1).view(torch.uint8)
-    data = memoryview(np.from_dlpack(content))  # with `numpy()`, weights on CPU could not be offloaded any more
+    data = memoryview(bits_of(block.to("cpu").contiguous().view(-1).view(torch.uint8)))
     for run in range(region.runs):
         piece, offset = data[run * region.size : (run + 1) * region.size], region.start + run * region.stride
         while piece:

@@ -38,7 +38,8 @@ class Change(NamedTuple):
 
 
 def bits_of(tensor: Tensor) -> np.ndarray:
-    """Return the bits of a tensor on the CPU as unsigned integers `(n,)` of the size of its elements. Not a copy."""
+    """Return the bits of a tensor on the CPU as unsigned integers `(n,)` of the size of its elements. Not a copy. After
+    `Tensor.numpy`, `trainer.offload` could not free the tensor's memory."""
     flat = tensor.detach().contiguous().view(-1)
     return np.from_dlpack(flat.view(torch.uint8)).view(f"u{tensor.itemsize}")
 
