@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.config import set_value
 from trainer.checkpoint.components import Component, config_component, config_digest, json_component
-from trainer.config import Config
+from trainer.config import Config, DataConfig, RewardConfig
 from trainer.data.rollout_io import read_lines
 from trainer.metrics.tracker import read_metrics
 from trainer.run.directory import RunDirectory
@@ -80,6 +80,20 @@ def configured(root: Any, *changes: Settings, **trainer: Any) -> Config:
     paths = {"trainer.run_dir": str(root), "trainer.ckpt_path": str(root / "checkpoints")}
     for key, value in {**paths, **{f"trainer.{k}": v for k, v in trainer.items()}, **_merged(changes)}.items():
         set_value(cfg, key, value)
+    return cfg
+
+
+def on_prompts(root: Path, file: Path, count: int, **trainer: Any) -> Config:
+    """A config of a run in `root` that samples: `count` prompts, which it writes to `file`, three a step, with rewards
+    that depend on the completion alone.
+    """
+    file.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(count)))
+    given = {"ckpt_interval": 2, "on_resume_mismatch": "stop", **trainer}
+    cfg = configured(root, train_batch_size=3, resume_mode="latest", max_ckpts_to_keep=9, **given)
+    cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
+    cfg.data = DataConfig(train_files=[str(file)], val_files=[str(file)], val_size=2)
+    cfg.reward = RewardConfig(name="tests.support.hashed_reward:hashed", num_processes=1)
+    cfg.logger.plot = False
     return cfg
 
 

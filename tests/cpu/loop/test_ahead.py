@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import threading
@@ -18,9 +17,9 @@ import pytest
 
 from tests.support.jobs import comparable, metrics
 from tests.support.replies import Replies, evaluator_beside, sampling_source
-from tests.support.runs import configured
+from tests.support.runs import on_prompts
 from tests.support.toy import ToyLearner
-from trainer.config import Config, DataConfig, RewardConfig
+from trainer.config import Config
 from trainer.errors import FailureSource, UserError, WorkerError, set_failure_source
 from trainer.generation.engine import Completion, Request
 from trainer.metrics.timing import Timer
@@ -85,14 +84,9 @@ class Engines(Replies):
 
 def settings(root: Path, ahead: int = 1, **trainer: Any) -> Config:
     root.mkdir(exist_ok=True, parents=True)
-    files = [str(root.parent / "prompts.jsonl")]
-    Path(files[0]).write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(10)))
-    given = {"total_steps": STEPS, "ckpt_interval": 2, "val_interval": 3, "on_resume_mismatch": "stop", **trainer}
-    cfg = configured(root, train_batch_size=3, resume_mode="latest", max_ckpts_to_keep=9, **given)
-    cfg.rollout.n, cfg.rollout.max_response_tokens, cfg.rollout.ahead = 2, 8, ahead
-    cfg.data = DataConfig(train_files=files, val_files=files, val_size=2)
-    cfg.reward = RewardConfig(name="tests.support.hashed_reward:hashed", num_processes=1)
-    cfg.logger.plot = False
+    given = {"total_steps": STEPS, "val_interval": 3, **trainer}
+    cfg = on_prompts(root, root.parent / "prompts.jsonl", 10, **given)
+    cfg.rollout.ahead = ahead
     return cfg
 
 

@@ -16,11 +16,11 @@ import pytest
 from tests.support.buckets import make_bucket, s3_server, use_s3
 from tests.support.jobs import comparable, metrics
 from tests.support.replies import Replies, evaluator_beside, sampling_source
-from tests.support.runs import configured
+from tests.support.runs import on_prompts
 from tests.support.toy import ToyLearner
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.storage import JOURNAL, open_storage, records_in
-from trainer.config import Config, DataConfig, RewardConfig
+from trainer.config import Config
 from trainer.generation.engine import Completion, Request, by_length
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.journal.journal import Journal
@@ -54,17 +54,7 @@ class Chance(Replies):
 
 def settings(root: Path, **trainer: Any) -> Config:
     root.mkdir(exist_ok=True)
-    (root / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": "x"}) for i in range(12)))
-    cfg = configured(
-        root / "run", total_steps=STEPS, ckpt_interval=2, val_interval=1, train_batch_size=3, resume_mode="latest",
-        max_ckpts_to_keep=9, on_resume_mismatch="stop", **trainer,
-    )  # fmt: skip
-    cfg.rollout.n, cfg.rollout.max_response_tokens = 2, 8
-    files = [str(root / "prompts.jsonl")]
-    cfg.data = DataConfig(train_files=files, val_files=files, val_size=2)
-    cfg.reward = RewardConfig(name="tests.support.hashed_reward:hashed", num_processes=1)
-    cfg.logger.plot = False
-    return cfg
+    return on_prompts(root / "run", root / "prompts.jsonl", 12, total_steps=STEPS, val_interval=1, **trainer)
 
 
 class Killed(BaseException):
