@@ -163,6 +163,14 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has exited, even if nobody has reaped it: it has no memory any more."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def left_running(marker: str) -> list[str]:
     """Command lines of live processes whose environment holds `marker`: what a job has left behind."""
     left = []

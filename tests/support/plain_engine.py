@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from tests.support.jobs import has_ended
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import RolloutConfig
 from trainer.config.engines import EngineSpec
@@ -29,14 +28,6 @@ SPEC = EngineSpec(path=f"{__name__}:PlainEngine", transports=("shared_memory", "
                   environment={"PLAIN": "1"}, cpu_environment={"PLAIN_CPU": "1"})  # fmt: skip
 
 
-def _lives(pid: int) -> bool:
-    """A killed process that nobody reaps has given its memory back."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Gpu:
     """The memory of this process's GPU, of which each living process has a share; more than 100 percent is an error."""
 
@@ -48,7 +39,7 @@ class Gpu:
         with open(self._path, "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            held = {pid: share for pid, share in json.loads(file.read() or "{}").items() if _lives(int(pid))}
+            held = {pid: share for pid, share in json.loads(file.read() or "{}").items() if not has_ended(int(pid))}
             held[self._holder] = percent
             if sum(held.values()) > 100:
                 raise MemoryError(f"CUDA out of memory: {held}")

@@ -221,7 +221,7 @@ def test_a_new_engine_that_still_loads_does_not_hold_up_a_sync(start, monkeypatc
 
 
 def test_engines_that_hold_a_version_need_no_sync_when_the_ranks_start_again(start, monkeypatch, incidents):
-    """`train` changes the weights of the ranks, so a sync would show. One engine that starts anew needs it."""
+    """`train` changes the weights of the ranks, so a sync would show. An engine that starts again needs one."""
     monkeypatch.setitem(ENGINES, "plain", streaming("FaultyStreamingEngine"))
     pool, ranks = start(num_engines=2, max_restarts=3, max_num_seqs=64, weight_sync="shared_memory")
     ranks.call("policy", "train")

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
+
+from tests.support.jobs import has_ended
 
 LONG_CALL = "sum(range(10**15))"  # holds the interpreter's lock for days
 FULL_PIPE = "\nwhile True: os.write(writing, bytes(1 << 20))"
@@ -53,7 +54,7 @@ def test_the_watching_process_ends_with_its_process():
     code = f"{BEGINNING}\nprint(signals.SIGNALS.watching_process, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     end = time.monotonic() + 60
-    while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != psutil.STATUS_ZOMBIE:
+    while not has_ended(int(done.stdout)):
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -80,7 +81,7 @@ def test_what_a_module_of_the_user_has_started_ends_with_its_process_however_it_
     started = [int(job.stdout.readline()) for _ in range(2)]
     job.wait(60)
     end = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in started):
+    while not all(map(has_ended, started)):
         assert time.monotonic() < end
         time.sleep(0.01)
 

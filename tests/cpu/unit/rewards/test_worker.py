@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support import bad_rewards
 from tests.support.bad_rewards import BAD, CARELESS, NUMBERS
+from tests.support.jobs import has_ended
 from tests.support.rewards import judge, reward_pool, score
 from trainer.algorithms import ADVANTAGES
 from trainer.import_utils import options_of
@@ -65,7 +66,7 @@ def children_of(directory: Path) -> list[int]:
 def end_of(pids: list[int]) -> list[int]:
     """Return the processes of `pids` that still run after some seconds."""
     for _ in range(200):
-        pids = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        pids = [pid for pid in pids if not has_ended(pid)]
         if not pids:
             break
         time.sleep(0.05)

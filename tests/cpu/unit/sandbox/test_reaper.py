@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 
-import psutil
 import pytest
 
-from tests.support.jobs import wait_until
+from tests.support.jobs import has_ended, wait_until
 from trainer.sandbox import reaper
 
 
@@ -88,10 +87,6 @@ def start(serve: Callable[..., None], *arguments: int, driver: int | None = None
 
 def status_of(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (3, 3), (-signal.SIGKILL, 128 + signal.SIGKILL)])
