@@ -171,9 +171,9 @@ def checked_shards(checkpoint: Checkpoint, ranks: AskedRanks) -> Iterator[None]:
     answers = ranks.ask(None, check, "run") if checkpoint.shards else {}
     problems = [problem for problem, _ in answers.values() if problem is not None]
     places = {url: place for _, found in answers.values() for url, place in found.items()}
-    if places:
-        ranks.ask(None, check, "share", places)
     if not problems:
+        if places:
+            ranks.ask(None, check, "share", places)
         yield
     if places:
         ranks.ask(None, check, "release")

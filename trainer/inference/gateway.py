@@ -108,7 +108,7 @@ class Gateway:
 
     async def _clean_up(self, _: web.Application) -> None:
         self._drop_uploads()
-        with contextlib.suppress(TimeoutError):  # what is left then, the next process on this machine deletes
+        with contextlib.suppress(TimeoutError):  # then the next process on this machine deletes the copy
             async with asyncio.timeout(_LAST_LOAD_S), self._loading:
                 self._drop_copy()
 

@@ -225,7 +225,7 @@ def mlflow_name(metric: str) -> str:
 
 
 class MLflow(Sink):
-    """A run of MLflow (the arguments are those of `WandB`; a run that MLflow does not have starts anew).
+    """A run of MLflow (the arguments are those of `WandB`; it makes a run that it does not have).
 
     MLflow cannot remove steps, and keeps both values of a step that is sent twice. So a thread sends the steps in their
     order, and none that MLflow has already. If a request fails, the steps wait until the next step or start.
