@@ -36,7 +36,7 @@ from trainer.process.log_setup import ToolParser, escape, run_tool
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (see `_STATUS`)."""
-    return run_tool(_parser(), _run, argv, _status_of)
+    return run_tool(_parser(), _run, argv, lambda error: 1 if isinstance(error, CorruptCheckpointError) else 2)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -49,10 +49,6 @@ def _run(args: argparse.Namespace) -> int:
     result, lines, status = _COMMANDS[args.command](args)
     print(json.dumps(result, indent=2) if args.json else "\n".join(escape(line, lines=False) for line in lines))
     return status
-
-
-def _status_of(error: Exception) -> int:
-    return 1 if isinstance(error, CorruptCheckpointError) else 2
 
 
 def _parser() -> ToolParser:
@@ -177,7 +173,11 @@ def _rollback(args: argparse.Namespace) -> Result:
         for tier in tiers:
             if tier is not store:
                 locked.enter_context(_lock(tier)).acquire()
-        _forget_rollouts(store, args.root, saved.get("run_dir"), args.to)
+        # The records of rollouts after the step are generated again: those in the store, and on this machine.
+        run_dir = saved.get("run_dir")
+        run_dirs = {args.root, os.path.dirname(store.root), *([run_dir] if isinstance(run_dir, str) else [])}
+        for place in {store.root, *(place for place in run_dirs if not is_url(place))}:
+            remove_records(open_storage(place), lambda of: of > args.to)
         archived = [name for tier in tiers for name in CheckpointManager(tier).archive(after=args.to)]
     lines = [f"archived {name}" for name in archived] or ["no checkpoint is newer"]
     return {"step": args.to, "archived": archived}, lines, 0
@@ -207,13 +207,6 @@ def _tiers(store: CheckpointStore, saved: dict[str, Any]) -> list[CheckpointStor
             f"give the command on each machine that has it, or, if it is lost, make it: mkdir -p {shlex.quote(cache)}"
         )
     return [store, open_store(cache)]
-
-
-def _forget_rollouts(store: CheckpointStore, root: str, run_dir: Any, step: int) -> None:
-    """Delete the records of rollouts after `step`, in the store and on this machine: they are generated again."""
-    run_dirs = {root, os.path.dirname(store.root), *([run_dir] if isinstance(run_dir, str) else [])}
-    for place in {store.root, *(place for place in run_dirs if not is_url(place))}:
-        remove_records(open_storage(place), lambda of: of > step)
 
 
 _COMMANDS = {"ls": _ls, "verify": _verify, "export": _export, "rollback": _rollback}

@@ -22,6 +22,7 @@ import random
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from trainer.checkpoint.storage import StoreError, for_each
@@ -50,39 +51,21 @@ class PreconditionFailed(Exception):
 class ObjectStoreClient(Protocol):
     """Requests to one kind of object store. A path is `bucket/key`.
 
-    A request to read raises FileNotFoundError if the object is missing. Every other exception means that the store or
-    the network fails.
+    A request to read raises FileNotFoundError if the object is missing. `put_if` puts an object if the present one has
+    this etag (None: if there is none); else, or if this write has been done and its answer was lost, it raises
+    PreconditionFailed. Every other exception means that the store or the network fails.
     """
 
-    def get(self, path: str, start: int | None, end: int | None) -> tuple[bytes, str]:
-        """Return the content of an object, or its bytes from `start` to before `end`; and its etag."""
-        ...
-
+    def get(self, path: str, start: int | None, end: int | None) -> tuple[bytes, str]: ...  # all or a range; the etag
     def put(self, path: str, data: bytes) -> None: ...
-
-    def put_if(self, path: str, data: bytes, etag: str | None) -> None:
-        """Put an object if the present one has this etag; None: if there is none.
-
-        Raises:
-            PreconditionFailed: the condition does not hold, or this write has been done and its answer was lost.
-        """
-        ...
-
+    def put_if(self, path: str, data: bytes, etag: str | None) -> None: ...
     def size(self, path: str) -> int: ...
-
-    def list(self, path: str) -> dict[str, int]:
-        """Return the sizes of the objects below a prefix, by path."""
-        ...
-
-    def names(self, path: str) -> list[str]:
-        """Return the paths of objects and folders directly below a prefix."""
-        ...
-
+    def list(self, path: str) -> dict[str, int]: ...  # sizes of the objects below a prefix, by path
+    def names(self, path: str) -> list[str]: ...  # paths of objects and folders directly below a prefix
     def delete(self, path: str) -> None: ...
+    def open_writer(self, path: str) -> contextlib.AbstractContextManager[Any]: ...
 
-    def open_writer(self, path: str) -> contextlib.AbstractContextManager[Any]:
-        """Write a large object in parts. After a block without an error the object is there; else it is not."""
-        ...
+    # Writes a large object in parts. After a block without an error the object is there; else it is not.
 
 
 @functools.cache
@@ -117,7 +100,6 @@ class ObjectStorage:
         self._scheme, _, self._path = self.root.partition("://")
 
     def exists(self) -> bool:
-        """Return True: a prefix needs no directory."""
         return True
 
     def make(self) -> None:
@@ -133,16 +115,13 @@ class ObjectStorage:
         return posixpath.join(self._path, key).rstrip("/")
 
     def get(self, key: str) -> bytes:
-        """Return the content of an object."""
         return self.get_with_etag(key)[0]
 
     def get_with_etag(self, key: str) -> tuple[bytes, str]:
-        """Return the content of an object, and a tag that changes with every write."""
         with _named_errors():
             return self.client.get(self.path(key), None, None)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to before `end`."""
         with _named_errors():
             data = self.client.get(self.path(key), start, end)[0]
         if len(data) != end - start:
@@ -150,16 +129,11 @@ class ObjectStorage:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """Put an object, whole or not at all."""
         with _named_errors():
             self.client.put(self.path(key), data)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> bool:
-        """Put an object if the present one has this etag (None: if there is none).
-
-        Returns:
-            whether `data` is the object now.
-        """
+        """Put an object if the present one has this etag; return whether `data` is the object now."""
         try:
             with _named_errors():
                 self.client.put_if(self.path(key), data, etag)
@@ -172,40 +146,33 @@ class ObjectStorage:
         return True
 
     def delete_if_match(self, key: str, etag: str) -> bool:
-        """Return False: not every store knows a delete on a condition."""
-        return False
+        return False  # not every store knows a delete on a condition
 
     @contextlib.contextmanager
     def open_writer(self, key: str) -> Iterator[IO[bytes]]:
-        """Write a large object in parts. After a block without an error the object is there."""
         with _named_errors(), self.client.open_writer(self.path(key)) as stream:
             yield stream
 
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes."""
         with _named_errors():
             return self.client.size(self.path(key))
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Return the sizes of the objects below a prefix, by key."""
         with contextlib.suppress(FileNotFoundError), _named_errors():
             found = self.client.list(self.path(prefix))
             return {path.removeprefix(f"{self._path}/"): size for path, size in sorted(found.items())}
         return {}
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names of objects and folders directly below a prefix."""
         with contextlib.suppress(FileNotFoundError), _named_errors():
             return sorted({path.rstrip("/").rpartition("/")[2] for path in self.client.names(self.path(prefix))})
         return []
 
     def delete(self, key: str) -> None:
-        """Delete an object, if there is one."""
         with contextlib.suppress(FileNotFoundError), _named_errors():
             self.client.delete(self.path(key))
 
     def delete_below(self, prefix: str) -> None:
-        """Delete all objects below a prefix."""
         for_each(self.delete, self.list(prefix))
 
 
@@ -251,7 +218,7 @@ def request_options(**options: Any) -> dict[str, Any]:
 
 
 class ObstoreClient:
-    """Objects in a kind of store that obstore knows (see `trainer.checkpoint.buckets.ObjectStoreClient`)."""
+    """Objects in a kind of store that obstore knows (see `ObjectStoreClient`)."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, ObjectStore] = {}
@@ -302,23 +269,14 @@ class ObstoreClient:
 
         store, key = self._at(path)
         with obstore.open_writer(store, key, buffer_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE) as stream:
-            yield _Copies(stream)
+            # It sends later what it is given and copies nothing, and callers use their memory again.
+            yield SimpleNamespace(write=lambda data: stream.write(bytes(data)))
 
     def _at(self, path: str) -> tuple[ObjectStore, str]:
         bucket, _, key = path.partition("/")
         if bucket not in self._buckets:
             self._buckets[bucket] = self.open(bucket)
         return self._buckets[bucket], key
-
-
-class _Copies:
-    """A stream to obstore, which sends later what it is given and copies nothing. Callers use their memory again."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def write(self, data: Any) -> int:
-        return self._stream.write(bytes(data))
 
 
 class S3Client(ObstoreClient):

@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles, FileEntry, read_object, reading
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.store import Ranks
 from trainer.config import LOAD_COMPONENTS, Config
 from trainer.errors import UserError, as_list
 from trainer.files.atomic_io import digest_bytes, digest_file, digest_weights
@@ -55,8 +56,8 @@ class Restore:
         return [one for one in chosen if one.if_missing is None or one.name in saved]
 
 
-def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None:
-    pass
+Load = Callable[[Checkpoint, Restore], None]
+_LOAD_NOTHING: Load = lambda checkpoint, restore: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Component:
     """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
     writes files to the staging area, or waits for the processes that write them, and returns the entries of the
     durable, hashed files."""
-    load: Callable[[Checkpoint, Restore], None] = _load_nothing
+    load: Load = _LOAD_NOTHING
     """Restores the state."""
     kinds: Collection[str] = ("state",)
     """The kinds of state that it holds, of `LOAD_COMPONENTS`: it is restored if a resume restores one of them, and then
@@ -82,7 +83,7 @@ class Component:
 def files_component(
     name: str,
     content: Callable[[], dict[str, bytes]],
-    load: Callable[[Checkpoint, Restore], None] = _load_nothing,
+    load: Load = _LOAD_NOTHING,
     kinds: Collection[str] = ("state",),
     if_missing: str | None = None,
 ) -> Component:
@@ -106,11 +107,7 @@ def json_component(
     shape: ObjectShape | None = None,
     kinds: Collection[str] = ("state",),
 ) -> Component:
-    """Make a component that is saved as `{name}.json`.
-
-    Args:
-        shape: the shape of the state; a file of another shape is refused.
-    """
+    """Make a component that is saved as `{name}.json`. A file with a state of another `shape` is refused."""
     file = f"{name}.json"
     return files_component(
         name,
@@ -121,13 +118,10 @@ def json_component(
 
 
 def config_component(cfg: Config) -> Component:
-    """Make the component that holds the resolved config, without secrets."""
-    return files_component("config", lambda: {CONFIG_FILE: config_yaml(cfg)}, kinds=LOAD_COMPONENTS)
-
-
-def config_yaml(cfg: Config) -> bytes:
-    """Return the content of `config.yaml`: the resolved config without secrets, which a resume does not need."""
-    return dump_yaml(redact(asdict(cfg))).encode()
+    """Make the component that holds the resolved config, without secrets, which a resume does not need."""
+    return files_component(
+        "config", lambda: {CONFIG_FILE: dump_yaml(redact(asdict(cfg))).encode()}, kinds=LOAD_COMPONENTS
+    )
 
 
 def config_digest(cfg: Config) -> str:
@@ -147,18 +141,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
         return parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
 
 
-class SavingRanks(Protocol):
-    """The ranks that hold the models."""
-
-    @property
-    def saved_roles(self) -> list[str]: ...
-
-    def begin_save(self, files: Any) -> Callable[[], list[dict]]: ...
-
-    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None: ...
-
-
-def models_component(ranks: SavingRanks, files_of: Callable[[str], Any] = ShardedFiles) -> Component:
+def models_component(ranks: Ranks, files_of: Callable[[str], Any] = ShardedFiles) -> Component:
     """Make the component that the ranks write: weights, optimizers, schedules and RNG states of the saved roles.
 
     Args:
@@ -224,9 +207,7 @@ def start_weights_component(cfg: Config, model_path: str) -> Component:
     """
     allowed = cfg.trainer.allow_config_change
     names, on_servers = _path_names(cfg), {spec.path_key: spec.url for spec in cfg.servers}
-    directories = {
-        key: model_path if key == "model.path" else resolve_model_path(name, key) for key, name in names.items()
-    }
+    directories = _directories(cfg, model_path)
     needed = {key: directories.get(key, model_path) for key in _compared_keys(cfg) if key not in on_servers}
     threads = ThreadPoolExecutor(1)
     digests = {name: threads.submit(digest_weights, path) for name, path in needed.items()}
@@ -250,17 +231,14 @@ def start_weights_component(cfg: Config, model_path: str) -> Component:
         saved = read_object(checkpoint, WEIGHTS_FILE, {str: str})
         refused = []
         for name in compared:
-            known = saved.get(name)
-            if known not in (None, digests[name].result()) and not is_allowed(name, allowed):
+            if saved.get(name) not in (None, digests[name].result()) and not is_allowed(name, allowed):
                 remedy = _SAME_EMBEDDED if name == "model.path" and cfg.model.path is None else "restore them"
                 remedy = remedy if name in needed else "start the server with those"
                 refused.append(
                     f"{name}={named[name]}: its weights are not those that the run began with, and the checkpoint "
                     f"depends on those; {remedy}, or allow others with trainer.allow_config_change=[{name}]"
                 )
-        can_fork = not _compared_keys(cfg, fork=True)
-        refused += _refused_files(checkpoint, given, directories, allowed, can_fork)
-        if refused:
+        if refused := [*refused, *_refused_files(cfg, checkpoint, given, directories)]:
             raise UserError(as_list(f"{checkpoint.path} cannot be used with these models:", refused))
 
     return files_component("start_weights", content, load, ("weights",))
@@ -270,6 +248,12 @@ def _path_names(cfg: Config) -> dict[str, str]:
     """Return the directories and ids that the config names for initial weights, by the keys that name them."""
     names = {} if cfg.model.path is None else {"model.path": cfg.model.path}
     return names | {role.path_key: role.path for role in cfg.roles if role.path is not None}
+
+
+def _directories(cfg: Config, model_path: str) -> dict[str, str]:
+    """Return the directories of the initial weights that the config names, by the keys that name them."""
+    paths = _path_names(cfg).items()
+    return {key: model_path if key == "model.path" else resolve_model_path(name, key) for key, name in paths}
 
 
 def _compared_keys(cfg: Config, fork: bool = False) -> list[str]:
@@ -290,8 +274,7 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
     Args:
         begins: of all initial weights: the run begins with them.
     """
-    names = _path_names(cfg)
-    directories = {key: model_path if key == "model.path" else resolve_model_path(name) for key, name in names.items()}
+    directories = _directories(cfg, model_path)
     if begins:
         directories["model.path"] = model_path
     on_servers = {spec.path_key: spec for spec in cfg.servers}
@@ -300,14 +283,9 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
     found = [f"{key}:{_fingerprint(path)}" for key, path in sorted(needed.items())]
     found += [f"{key}:{spec.server.weights}" for key, spec in sorted(on_servers.items())]
     if cfg.model.path is not None and not begins:
-        found.append(f"files of model.path:{_fingerprint_files(cfg, model_path)}")
+        given = read_contents(model_path, with_code=cfg.model.trust_remote_code)
+        found.append(f"files of model.path:{digest_bytes(json.dumps(given, sort_keys=True).encode())}")
     return " ".join(found)
-
-
-def _fingerprint_files(cfg: Config, directory: str) -> str:
-    """Return a digest of what the files beside the weights say: that of what a resume compares."""
-    given = read_contents(directory, with_code=cfg.model.trust_remote_code)
-    return digest_bytes(json.dumps(given, sort_keys=True).encode())
 
 
 def _fingerprint(directory: str) -> str:
@@ -373,14 +351,10 @@ def _read(cfg: Config, name: str, path: str) -> Contents:
 
 
 def _refused_files(
-    checkpoint: Checkpoint,
-    given: Mapping[str, Future[Contents]],
-    paths: Mapping[str, str],
-    allowed: list[str],
-    can_fork: bool,
+    cfg: Config, checkpoint: Checkpoint, given: Mapping[str, Future[Contents]], paths: Mapping[str, str]
 ) -> list[str]:
     """Return a sentence for each model directory whose files are not those that the run began with."""
-    saved, refused = _saved_files(checkpoint).get("files", {}), []
+    saved, refused, allowed = _saved_files(checkpoint).get("files", {}), [], cfg.trainer.allow_config_change
     for name, found in given.items():
         before, now = saved.get(name), found.result()
         if before is None:
@@ -390,6 +364,7 @@ def _refused_files(
             files = [file for file in files if file != _TEMPLATE]
         changed = [change for file in files if (change := differences(file, before.get(file), now.get(file)))]
         if changed and not is_allowed(name, allowed):
+            can_fork = not _compared_keys(cfg, fork=True)
             fork = "fork the checkpoint (trainer.resume_mode=from_path), " if can_fork else ""
             refused.append(
                 f"{name}={paths[name]}: its files are not those that the run began with ({'; '.join(changed)}); "

@@ -85,12 +85,7 @@ def check_export_path(path: str) -> None:
 
 def is_exported(target: str) -> bool:
     """Return whether there is a whole export at a path or URL."""
-    storage = files_at(target).storage
-    for name in MADE_LAST:
-        with contextlib.suppress(FileNotFoundError):
-            storage.size(name)
-            return True
-    return False
+    return any(name in MADE_LAST for name in files_at(target).storage.names())
 
 
 @contextlib.contextmanager

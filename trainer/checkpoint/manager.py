@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -139,7 +138,10 @@ class CheckpointManager:
             before: called first. The save fails if one of them raises `OSError`.
         """
         self.wait()
-        self._abort_failed()
+        for left in self._failed:
+            with contextlib.suppress(OSError):  # most are gone
+                self.store.abort(left)
+        self._failed = []
         names = [component.name for component in components]
         assert len(set(names)) == len(names), f"saved twice: {names}"
         started = time.monotonic()
@@ -170,9 +172,13 @@ class CheckpointManager:
                 )
             except BaseException as error:  # the caller of `results` decides about failures of any kind
                 result = SaveResult(step, "", time.monotonic() - started, error=text_of(error))
-                self._abort(staging)
+                if staging is not None:
+                    self._failed.append(staging)
+                    with contextlib.suppress(OSError):
+                        self.store.abort(staging)
                 if isinstance(error, OSError) and is_disk_unwritable(error):
-                    _try(partial(self._disk_is_full, error))
+                    with _warned():
+                        self._disk_is_full(error)
             TRACER.add(f"save {step}", started, time.monotonic(), SAVES, bytes=result.bytes)
             self._results.put(result)
 
@@ -226,43 +232,27 @@ class CheckpointManager:
             **description,
             "files": [asdict(entry) for entry in files],
         }
-        self.store.commit(staging, step, content, self._before_commit)
+
+        def check_fence() -> None:
+            failpoint("save:manifest_written")
+            self._fence()
+
+        self.store.commit(staging, step, content, check_fence)
         failpoint("save:published")
-        _try(lambda: self._committed(step))
-        _try(lambda: self.store.write_latest(step))
+        with _warned():
+            self._committed(step)
+        with _warned():
+            self.store.write_latest(step)
         failpoint("save:hinted")
-        _try(lambda: self._remove_archived(step))
-        _try(lambda: self._prune(step))
+        with _warned():
+            for name in self.store.archived(step):
+                self.store.remove(name)
+        with _warned():
+            scores = {one: self._score(one) if self.retention.best > 0 else None for one in self.store.steps()}
+            protected = {step, *self.store.not_yet_uploaded()} | ({self.resumed_from} - {None})
+            for old in self.retention.disposable(scores, protected):  # type: ignore[arg-type]
+                self.store.delete(old)
         return sum(entry.bytes for entry in files)
-
-    def _before_commit(self) -> None:
-        failpoint("save:manifest_written")
-        self._fence()
-
-    def _abort(self, staging: CheckpointFiles | None) -> None:
-        if staging is not None:
-            self._failed.append(staging)
-            with contextlib.suppress(OSError):
-                self.store.abort(staging)
-
-    def _abort_failed(self) -> None:
-        failed, self._failed = self._failed, []
-        for staging in failed:
-            with contextlib.suppress(OSError):  # most are gone
-                self.store.abort(staging)
-
-    def _remove_archived(self, committed: int) -> None:
-        for name in self.store.archived(committed):
-            self.store.remove(name)
-
-    def _prune(self, committed: int) -> None:
-        steps = self.store.steps()
-        scores = {step: self._score(step) if self.retention.best > 0 else None for step in steps}
-        protected = {committed} | ({self.resumed_from} - {None})
-        if self.store.uploads is not None:
-            protected |= self.store.uploads.not_yet_uploaded()
-        for step in self.retention.disposable(scores, protected):  # type: ignore[arg-type]
-            self.store.delete(step)
 
     def _score(self, step: int) -> float | None:
         """Return the best metric at `step`; None if it was not measured, or if the run was compared by another metric.
@@ -387,9 +377,10 @@ def _finish(finishers: Sequence[Callable[[], list[FileEntry]]], failure: Excepti
     return files
 
 
-def _try(action: Callable[[], None]) -> None:
-    """Call `action` after a save, and log a warning if it fails."""
+@contextlib.contextmanager
+def _warned() -> Iterator[None]:
+    """Log an error of the block, which follows a save, as a warning."""
     try:
-        action()
+        yield
     except (OSError, CheckpointError) as error:
         LOG.warning("%s", error)

@@ -10,7 +10,6 @@ import posixpath
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -40,6 +39,7 @@ VERIFY = ("hash", "unsharded", "size")
 """What a check of the files of a checkpoint compares: sizes and contents; the same, except contents of shards, which
 ranks check when they load them (see `sharded.checked_shards`); sizes alone."""
 _SHARD = re.compile(r"__([0-9]+)_[0-9]+\.distcp\Z")
+_HASH = re.compile(r"[0-9a-f]{32}")
 _HASHERS = min(16, os.cpu_count() or 1)
 _PARALLEL = 4
 
@@ -194,11 +194,6 @@ class Checkpoint:
         matches = {entry: _SHARD.match(posixpath.basename(entry.path)) for entry in self.entries}
         return {entry: int(match[1]) for entry, match in matches.items() if match is not None}
 
-    @property
-    def axes(self) -> dict[str, int] | None:
-        """The sizes of the axes along which the ranks were arranged."""
-        return self.manifest.get("axes")
-
 
 class CheckpointError(UserError):
     """A checkpoint cannot be used: it is damaged (`CorruptCheckpointError`), or may be whole (the others)."""
@@ -261,19 +256,11 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
-def _is_name(value: Any) -> bool:
-    return _is_path(value) and "/" not in value and value not in (".", "..")
-
-
 LINEAGE: dict[Any, Shape] = {"forked_from": str, "step": is_count, "manifest": str}
 """The origin of a fork: a checkpoint, its step, and the hash of its manifest."""
-
-
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
-
-
-CARRIED: dict[Any, Shape] = {str: [{"bytes": is_count, "hash": _is_hash}]}
+CARRIED: dict[Any, Shape] = {
+    str: [{"bytes": is_count, "hash": lambda value: isinstance(value, str) and _HASH.fullmatch(value)}]
+}
 """The files of the run directory that a checkpoint carries: the pieces of each (see `CheckpointStore.piece`)."""
 
 # Fields of every manifest.
@@ -301,7 +288,7 @@ _OTHER_FIELDS: dict[Any, Shape] = {
     "score_mode": lambda mode: mode in ("max", "min"),
     "score_of_start": (is_number, NoneType),
     "metrics_from": (is_count, NoneType),
-    "folder": _is_name,
+    "folder": lambda name: _is_path(name) and "/" not in name and name not in (".", ".."),
     "accepted": [str],
 }
 OPTIONAL_FIELDS = _RUN_FIELDS | _OTHER_FIELDS
@@ -311,8 +298,7 @@ OPTIONAL_FIELDS = _RUN_FIELDS | _OTHER_FIELDS
 def _problem(manifest: dict[str, Any]) -> str | None:
     """Return a description of the first error in the fields of a manifest; None: they are correct."""
     shape = _FIELDS | {name: field for name, field in OPTIONAL_FIELDS.items() if name in manifest}
-    problem = mismatch(manifest, shape)
-    if problem:
+    if problem := mismatch(manifest, shape):
         return problem
     paths = [entry["path"] for entry in manifest["files"]]
     if not paths:
@@ -345,8 +331,7 @@ def read(path: str) -> Checkpoint:
         )
     if manifest.get("self") != digest_of({k: v for k, v in manifest.items() if k != "self"}):
         raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged (its content does not match its own hash)")
-    problem = _problem(manifest)
-    if problem:
+    if problem := _problem(manifest):
         raise CorruptCheckpointError(f"{path}: {MANIFEST} is damaged ({problem})")
     if step_in(path) not in (None, manifest["step"]):
         raise CorruptCheckpointError(f"{path}: {MANIFEST} belongs to step {manifest['step']}")
@@ -387,19 +372,24 @@ def verify(path: str, level: str = "hash") -> Checkpoint:
 def check_files(checkpoint: Checkpoint, level: str) -> None:
     """Check the files of a checkpoint against its manifest (see `verify`)."""
     assert level in VERIFY, level
-    entries = checkpoint.entries
+    path, entries, files = checkpoint.path, checkpoint.entries, checkpoint.files
+    folder = checkpoint.manifest.get("folder", "")
     for entry in entries:
-        if not checkpoint.files.contains(entry.path):
+        if not files.contains(entry.path):
             raise CorruptCheckpointError(
-                f"{checkpoint.path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint, or is no file"
+                f"{path}: {MANIFEST} names {entry.path!r}, which is not inside the checkpoint, or is no file"
             )
-    path = checkpoint.path
-    with ThreadPoolExecutor(_HASHERS) as pool:  # xxhash releases the GIL
-        for entry, size in zip(entries, pool.map(lambda e: _size_or_none(checkpoint, e), entries), strict=True):
-            if size is None:
-                raise CorruptCheckpointError(f"{path}: {entry.path} is missing")
-            if size != entry.bytes:
-                raise CorruptCheckpointError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
+
+    def check_size(entry: FileEntry) -> None:
+        with reading(path, posixpath.join(folder, entry.path)):
+            try:
+                size = files.storage.size(entry.path)
+            except FileNotFoundError:
+                raise CorruptCheckpointError(f"{path}: {entry.path} is missing") from None
+        if size != entry.bytes:
+            raise CorruptCheckpointError(f"{path}: {entry.path} has {size} bytes instead of {entry.bytes}")
+
+    for_each(check_size, entries, _HASHERS)
     if level != "size":
         shards = checkpoint.shards if level == "unsharded" else ()
         for_each(partial(check_digest, checkpoint), [one for one in entries if one not in shards], _HASHERS)
@@ -408,7 +398,7 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
 def check_digest(checkpoint: Checkpoint, entry: FileEntry, copy: int | None = None) -> None:
     """Check the content of one file of a checkpoint (see `verify` and `CheckpointFiles.digest`)."""
     try:
-        with reading(checkpoint.path, _path(checkpoint, entry)):
+        with reading(checkpoint.path, posixpath.join(checkpoint.manifest.get("folder", ""), entry.path)):
             digest = checkpoint.files.digest(entry.path, copy)
     except CorruptCheckpointError as error:
         digest = f"unreadable: {getattr(error.__cause__, 'strerror', None)}"
@@ -417,19 +407,6 @@ def check_digest(checkpoint: Checkpoint, entry: FileEntry, copy: int | None = No
             f"{checkpoint.path}: {entry.path} does not have the content that was saved (its hash is {digest} instead "
             f"of {entry.hash})"
         )
-
-
-def _size_or_none(checkpoint: Checkpoint, entry: FileEntry) -> int | None:
-    with reading(checkpoint.path, _path(checkpoint, entry)):
-        try:
-            return checkpoint.files.storage.size(entry.path)
-        except FileNotFoundError:
-            return None
-
-
-def _path(checkpoint: Checkpoint, entry: FileEntry) -> str:
-    """Return the path of a file below the checkpoint."""
-    return posixpath.join(checkpoint.manifest.get("folder", ""), entry.path)
 
 
 def digest_of(body: Fields) -> str:

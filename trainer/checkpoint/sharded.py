@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.checkpoint.lock import machine_name
 from trainer.checkpoint.manifest import Checkpoint, FileEntry, check_digest, files_at
 from trainer.checkpoint.storage import for_each
-from trainer.checkpoint.store import AskedRanks
+from trainer.checkpoint.store import Ranks
 from trainer.errors import UserError, format_size
 from trainer.process.failpoints import failpoint
 from trainer.process.machine_limits import available_bytes
@@ -160,7 +160,7 @@ class ShardCheck:
 
 
 @contextlib.contextmanager
-def checked_shards(checkpoint: Checkpoint, ranks: AskedRanks) -> Iterator[None]:
+def checked_shards(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[None]:
     """Let the ranks check the shards of a checkpoint, each its part, before the block loads them.
 
     Raises:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.components import Component, SavingRanks, models_component
+from trainer.checkpoint.components import Component, models_component
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, files_at
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.checkpoint.storage import LocalStorage
-from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.store import LocalStore, Ranks
 from trainer.errors import UserError, format_size
 from trainer.files.shared_memory import PREFIX, SHARED_MEMORY, PrivateDirectory
 from trainer.process import time_limits
@@ -45,7 +48,7 @@ class RankFiles(ShardedFiles):
         files, rank = files_at(self.directory), dist.get_rank(group)
         tensors: dict[_Path, tuple[int, Any, Any]] = {}
         values: dict[_Path, Any] = {}
-        with files.open_writer(_tensors_of(name, rank)) as stream:
+        with files.open_writer(f"{name}/rank_{rank}.bin") as stream:
             for path, value in _leaves(state):
                 if not isinstance(value, torch.Tensor):
                     values[path] = value
@@ -57,7 +60,7 @@ class RankFiles(ShardedFiles):
                 stream.write(bytes(-data.nbytes % _ALIGNMENT))
         index = io.BytesIO()
         torch.save({"tensors": tensors, "values": values}, index)
-        files.write(_index_of(name, rank), index.getvalue())
+        files.write(f"{name}/rank_{rank}.pt", index.getvalue())
         if rank == 0:
             for file, text in extra.items():
                 files.write(f"{name}/{file}", text.encode())
@@ -73,33 +76,23 @@ class RankFiles(ShardedFiles):
         import torch.distributed as dist
 
         files, rank = files_at(self.directory), dist.get_rank(group)
-        index = torch.load(io.BytesIO(files.read(_index_of(name, rank))), weights_only=True)
+        index = torch.load(io.BytesIO(files.read(f"{name}/rank_{rank}.pt")), weights_only=True)
         tensors, values = index["tensors"], index["values"]
         found = dict(_leaves(state))
         if found.keys() != tensors.keys() | values.keys():
             raise UserError(f"{self.directory}/{name}: the copy of rank {rank} has other parts than its state")
-        assert files.storage.disk is not None
-        file = _tensors_of(name, rank)
-        data = torch.from_file(files.storage.disk.path(file), size=files.storage.size(file), dtype=torch.uint8)
+        path = f"{self.directory}/{name}/rank_{rank}.bin"
+        data = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
         with torch.no_grad():
-            for path, (start, dtype, shape) in tensors.items():
-                local = _local(found[path])
+            for place, (start, dtype, shape) in tensors.items():
+                local = _local(found[place])
                 if (local.dtype, tuple(local.shape)) != (dtype, shape):
-                    raise UserError(f"{self.directory}/{name}: rank {rank} has copied {path} in another shape or dtype")
+                    text = f"rank {rank} has copied {place} in another shape or dtype"
+                    raise UserError(f"{self.directory}/{name}: {text}")
                 local.copy_(data[start : start + local.nbytes].view(dtype).view(shape))
-        for path, value in values.items():
-            parent: Any = state
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = value
-
-
-def _tensors_of(name: str, rank: int) -> str:
-    return f"{name}/rank_{rank}.bin"
-
-
-def _index_of(name: str, rank: int) -> str:
-    return f"{name}/rank_{rank}.pt"
+        for place, value in values.items():
+            parent = reduce(getitem, place[:-1], state)
+            parent[place[-1]] = value
 
 
 def _leaves(state: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
@@ -131,7 +124,7 @@ class StepCopies:
         self._directory: PrivateDirectory | None = None
         self._manager: CheckpointManager | None = None
 
-    def open(self, components: Sequence[Component], ranks: SavingRanks, needed: int) -> None:
+    def open(self, components: Sequence[Component], ranks: Ranks, needed: int) -> None:
         """Make room for the copies, once.
 
         Args:
@@ -164,12 +157,11 @@ class StepCopies:
 
     def wait(self) -> None:
         """Wait until no copy is under way. A copy that has failed is logged: only a lost rank would need it."""
-        if self._manager is None:
-            return
-        self._manager.wait()
-        for result in self._manager.results():
-            if result.error is not None:
-                LOG.warning("step %d is not copied to %s: %s", result.step, SHARED_MEMORY, result.error)
+        if self._manager is not None:
+            self._manager.wait()
+            for result in self._manager.results():
+                if result.error is not None:
+                    LOG.warning("step %d is not copied to %s: %s", result.step, SHARED_MEMORY, result.error)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete copy; None: there is none."""

@@ -47,7 +47,7 @@ class Storage(Protocol):
     """A directory or a prefix. Every method raises OSError if the storage fails.
 
     What has been put is durable when the call returns. A method that reads raises FileNotFoundError if the key is
-    missing.
+    missing. A prefix needs no `make`, and always `exists`.
     """
 
     root: str
@@ -58,16 +58,16 @@ class Storage(Protocol):
     def exists(self) -> bool: ...
     def make(self) -> None: ...
     def get(self, key: str) -> bytes: ...
-    def get_with_etag(self, key: str) -> tuple[bytes, str]: ...
-    def get_range(self, key: str, start: int, end: int) -> bytes: ...
-    def put(self, key: str, data: bytes) -> None: ...
-    def put_if(self, key: str, data: bytes, etag: str | None) -> bool: ...
-    def open_writer(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
-    def delete_if_match(self, key: str, etag: str) -> bool: ...
+    def get_with_etag(self, key: str) -> tuple[bytes, str]: ...  # the tag changes with every write
+    def get_range(self, key: str, start: int, end: int) -> bytes: ...  # from `start` to before `end`
+    def put(self, key: str, data: bytes) -> None: ...  # whole, or not at all
+    def put_if(self, key: str, data: bytes, etag: str | None) -> bool: ...  # if it has this tag; None: if it is absent
+    def open_writer(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...  # large: there after the block
+    def delete_if_match(self, key: str, etag: str) -> bool: ...  # false also where the storage has no such request
     def size(self, key: str) -> int: ...
-    def list(self, prefix: str = "") -> dict[str, int]: ...
-    def names(self, prefix: str = "") -> list[str]: ...
-    def delete(self, key: str) -> None: ...
+    def list(self, prefix: str = "") -> dict[str, int]: ...  # sizes of all below `prefix`, by key
+    def names(self, prefix: str = "") -> list[str]: ...  # directly below `prefix`, folders too; empty: it is absent
+    def delete(self, key: str) -> None: ...  # if it is there
     def delete_below(self, prefix: str) -> None: ...
 
 
@@ -122,7 +122,6 @@ class LocalStorage:
         return self
 
     def exists(self) -> bool:
-        """Return whether the root is a directory."""
         return os.path.isdir(self.root)
 
     def make(self) -> None:
@@ -133,7 +132,6 @@ class LocalStorage:
             os.mkdir(self.root)
 
     def path(self, key: str) -> str:
-        """Return the path of a key."""
         return os.path.join(self.root, key) if key else self.root
 
     def get(self, key: str) -> bytes:
@@ -141,12 +139,10 @@ class LocalStorage:
         return read_inside(self.root, key)
 
     def get_with_etag(self, key: str) -> tuple[bytes, str]:
-        """Return the content of a file, and a tag that changes when the file is written, replaced or touched."""
         data, status = self.get(key), os.stat(self.path(key))
         return data, f"{status.st_ino}-{status.st_mtime_ns}-{digest_bytes(data)}"
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` to before `end`."""
         path = self.path(key)
         with open(path, "rb") as file:
             file.seek(start)
@@ -156,33 +152,29 @@ class LocalStorage:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a small file atomically: after a crash it is complete or absent."""
         path = self.path(key)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         write_file(path, data)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> bool:
-        """Write a file if the present one has this tag (None: if there is none); return whether it was written."""
-        with self._guarded(key):
-            if self._etag(key) != etag:
-                return False
-            write_file(self.path(key), data)
-            return True
+        with self._guarded(key, etag) as is_match:
+            if is_match:
+                write_file(self.path(key), data)
+        return is_match
 
     def touch_if_match(self, key: str, etag: str) -> None:
         """Give a file another tag if it has this one. Unlike a write, this waits for no busy disk."""
-        with self._guarded(key):
-            if self._etag(key) == etag:
+        with self._guarded(key, etag) as is_match:
+            if is_match:
                 os.utime(self.path(key))
 
     def delete_if_match(self, key: str, etag: str) -> bool:
         """Delete a file and its guard if the file has this tag; return whether it was deleted."""
-        with self._guarded(key):
-            if self._etag(key) != etag:
-                return False
-            os.remove(self.path(key))
-            os.remove(f"{self.path(key)}.guard")
-            return True
+        with self._guarded(key, etag) as is_match:
+            if is_match:
+                os.remove(self.path(key))
+                os.remove(f"{self.path(key)}.guard")
+        return is_match
 
     @contextlib.contextmanager
     def open_writer(self, key: str) -> Iterator[IO[bytes]]:
@@ -203,7 +195,6 @@ class LocalStorage:
         raise FileNotFoundError(errno.ENOENT, "no such file", key)
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Return the size in bytes of every regular file below a directory, by key."""
         sizes = {}
         for folder, _, names in os.walk(self.path(prefix)):
             for name in names:
@@ -215,18 +206,15 @@ class LocalStorage:
         return dict(sorted(sizes.items()))
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names in a directory; empty if there is no directory."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self.path(prefix)))
         return []
 
     def delete(self, key: str) -> None:
-        """Delete a file, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             os.remove(self.path(key))
 
     def delete_below(self, prefix: str) -> None:
-        """Delete a directory with its content."""
         shutil.rmtree(self.path(prefix))
 
     # ---------------------------------------------------------------------------------------------------
@@ -251,14 +239,9 @@ class LocalStorage:
         target = os.path.realpath(os.path.join(root, key))
         return target.startswith(root + os.sep) and (not os.path.exists(target) or file_problem(target) is None)
 
-    def _etag(self, key: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
-            return self.get_with_etag(key)[1]
-        return None
-
     @contextlib.contextmanager
-    def _guarded(self, key: str) -> Iterator[None]:
-        """Let one process at a time run the block for this key."""
+    def _guarded(self, key: str, etag: str | None) -> Iterator[bool]:
+        """Let one process at a time run the block, and tell it whether the file has this tag (None: there is none)."""
         path = f"{self.path(key)}.guard"
         for attempt in range(_GUARD_ATTEMPTS):
             with open(path, "w") as guard:
@@ -268,5 +251,8 @@ class LocalStorage:
                 # bounded, because inode numbers are not stable on every file system.
                 current = os.path.samestat(os.fstat(guard.fileno()), os.stat(path))
                 if current or attempt == _GUARD_ATTEMPTS - 1:
-                    yield
+                    found = None
+                    with contextlib.suppress(FileNotFoundError):
+                        found = self.get_with_etag(key)[1]
+                    yield found == etag
                     return

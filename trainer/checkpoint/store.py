@@ -16,9 +16,8 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import NAME, RunLock
@@ -29,9 +28,6 @@ from trainer.files.atomic_io import drop_from_page_cache
 from trainer.files.documents import parse_object
 from trainer.files.uris import absolute, is_url, store_spec
 from trainer.process.failpoints import failpoint
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.uploads import UploadQueue
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
 _ASIDE = ".aside"
@@ -57,8 +53,6 @@ class CheckpointStore:
         self.root = storage.root
         self.keeps_record = storage.disk is None
         """Whether checkpoints hold the files of the run directory, because the disk of the driver may be lost."""
-        self.uploads: UploadQueue | None = None
-        """None: a commit is the end of a save."""
         self.tiers: list[CheckpointStore] = [self]
         """The stores that this one consists of."""
 
@@ -137,30 +131,39 @@ class CheckpointStore:
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------
-    # The carried record: pieces of the files of the run directory, which checkpoints share
+    # The carried record: pieces of the files of the run directory, by their content, which checkpoints share
 
     def keep_piece(self, name: str, data: bytes) -> None:
-        """Keep a piece of a file of the run directory; the name says its content."""
         try:
             self.storage.size(f"{_RECORD}/{name}")
         except FileNotFoundError:
             self.storage.put(f"{_RECORD}/{name}", data)
 
     def piece(self, name: str) -> bytes:
-        """Return a piece that was kept."""
         return self.storage.get(f"{_RECORD}/{name}")
 
     def pieces(self) -> list[str]:
-        """Return the names of the pieces that are kept."""
         return [name for name in self.storage.names(_RECORD) if not name.endswith(".tmp")]
 
     def remove_pieces(self, names: Collection[str]) -> None:
-        """Delete pieces."""
         for_each(lambda name: self.storage.delete(f"{_RECORD}/{name}"), names)
+
+    # ---------------------------------------------------------------------------------------------------
+    # What only a store of two tiers does for itself: in another, a commit is the end of a save
 
     def locations(self, step: int) -> list[str]:
         """Return where the checkpoint of a step may be, the nearest first."""
         return [self.path(step)]
+
+    def start_uploads(self, fence: Callable[[], None]) -> None:
+        """Begin to upload what is not uploaded. `fence` raises if this process has lost one of its locks."""
+
+    def not_yet_uploaded(self) -> set[int]:
+        """Return the steps that must stay until a newer one is uploaded."""
+        return set()
+
+    def finish_uploads(self, timeout_s: float) -> None:
+        """Wait until the newest checkpoint is uploaded, or for `timeout_s`, and end the uploads."""
 
 
 class LocalStore(CheckpointStore):
@@ -202,11 +205,13 @@ class LocalStore(CheckpointStore):
     def abort(self, staging: CheckpointFiles) -> None:
         staging.storage.delete_below("")
 
-    def tombstone(self, step: int) -> str:
-        return self._hide(step, _TOMBSTONE)
+    def tombstone(self, step: int, prefix: str = _TOMBSTONE) -> str:
+        name = f"{prefix}{_name(step)}-{secrets.token_hex(4)}"
+        self._disk.rename(_name(step), name)
+        return name
 
     def archive(self, step: int) -> str:
-        return self._hide(step, _ARCHIVED)
+        return self.tombstone(step, _ARCHIVED)
 
     def archived(self, step: int | None = None) -> list[str]:
         prefix = _ARCHIVED if step is None else f"{_ARCHIVED}{_name(step)}-"
@@ -247,11 +252,6 @@ class LocalStore(CheckpointStore):
             for left in (name, renamed):
                 with contextlib.suppress(OSError):
                     self.storage.delete_below(left)
-
-    def _hide(self, step: int, prefix: str) -> str:
-        name = f"{prefix}{_name(step)}-{secrets.token_hex(4)}"
-        self._disk.rename(_name(step), name)
-        return name
 
 
 class ObjectStore(CheckpointStore):
@@ -363,15 +363,14 @@ class ObjectStore(CheckpointStore):
 
     def _sizes(self) -> dict[int, int]:
         """Return the sizes of all manifests and reservations by step, ascending."""
+        sizes: dict[int, int] = {}
 
-        def size(step: int) -> int | None:
+        def look(step: int) -> None:
             with contextlib.suppress(FileNotFoundError):
-                return self.storage.size(_manifest(step))
-            return None
+                sizes[step] = self.storage.size(_manifest(step))
 
-        steps = sorted(step for step in map(step_in, self.storage.names()) if step is not None)
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            return {step: size for step, size in zip(steps, pool.map(size, steps), strict=True) if size is not None}
+        for_each(look, [step for step in map(step_in, self.storage.names()) if step is not None], _PARALLEL)
+        return dict(sorted(sizes.items()))
 
     def _reserve(self, step: int, folder: str) -> str | None:
         """Reserve a step, also over another reservation; returns its etag. None: another job has committed."""
@@ -410,8 +409,15 @@ def _name(step: int) -> str:
 # Access of ranks to the storage of the checkpoints
 
 
-class AskedRanks(Protocol):
-    """The ranks of a run."""
+class Ranks(Protocol):
+    """What checkpoints need of the ranks, which hold the models (see `trainer.learner.train_workers`)."""
+
+    @property
+    def saved_roles(self) -> list[str]: ...
+
+    def begin_save(self, files: Any) -> Callable[[], list[dict]]: ...
+
+    def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None: ...
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
         """Call `method` of a copy of `value` on these ranks (None: on all), and return their answers by number.
@@ -432,11 +438,9 @@ class StorageProbe:
 
         A machine that has a variable of `identity` keeps its own (see `StoreSpec.identity`).
         """
-        has_identity = any(name in os.environ for name in identity)
+        own = identity if any(name in os.environ for name in identity) else ()
         for name, value in variables.items():
-            if has_identity and name in identity:
-                continue
-            if not os.path.isabs(value) or os.path.exists(value):
+            if name not in own and (not os.path.isabs(value) or os.path.exists(value)):
                 os.environ.setdefault(name, value)
         if (config := sys.modules.get("fsspec.config")) is not None:  # it has read its variables already
             config.set_conf_env(config.conf)
@@ -448,22 +452,22 @@ class StorageProbe:
             driver: the name of the driver's machine.
             lock: the content of the lock that the driver holds there.
         """
-        host = socket.gethostname()
+        host, problem = socket.gethostname(), ""
         if host == driver:
             return host, ""
         if (storage := open_storage(self.root)).disk is not None:
+            problem = "it is not the directory of the driver"
             with contextlib.suppress(OSError):
-                if storage.get(NAME) == lock:
-                    return host, ""
-            return host, "it is not the directory of the driver"
+                problem = "" if storage.get(NAME) == lock else problem
+            return host, problem
         try:
             open_store(self.root).probe()
         except (OSError, UserError) as error:
-            return host, one_line(str(error))
-        return host, ""
+            problem = one_line(str(error))
+        return host, problem
 
 
-def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
+def give_access(roots: Collection[str | None], ranks: Ranks) -> None:
     """Let ranks use the credentials of the driver for the object stores that these roots are in.
 
     They go from process to process: unlike the environment of an actor, Ray does not show them. Ranks on the driver's
@@ -472,15 +476,14 @@ def give_access(roots: Collection[str | None], ranks: AskedRanks) -> None:
     urls = [root for root in roots if root and is_url(root)]
     stores = {store: url for url in urls if (store := store_spec(url))}
     for store, root in stores.items():
-        variables = {name: value for name, value in os.environ.items() if _is_named(name, store.variables)}
+        beginnings = tuple(name for name in store.variables if name.endswith("_"))
+        variables = {
+            name: value for name, value in os.environ.items() if name in store.variables or name.startswith(beginnings)
+        }
         ranks.ask(None, StorageProbe(root), "take", variables, store.identity)
 
 
-def _is_named(variable: str, names: Collection[str]) -> bool:
-    return any(variable.startswith(name) if name.endswith("_") else variable == name for name in names)
-
-
-def check_access(key: str, root: str, ranks: AskedRanks) -> None:
+def check_access(key: str, root: str, ranks: Ranks) -> None:
     """Check that checkpoints can be written from all machines with ranks. This process must hold the lock of `root`.
 
     Args:

@@ -127,7 +127,6 @@ class ShardReader:
             for_each(partial(self._load, planner), items, parallel)
 
     def _load(self, planner: LoadPlanner, item: ReadItem) -> None:
-        """Fill the place of one item: of a shard, the part that belongs there."""
         info = self.metadata.storage_data[item.storage_index]
         read = self._reader(info)
         if item.type == LoadItemType.BYTE_IO:
@@ -153,12 +152,9 @@ class ShardReader:
     def _reader(self, info: _StorageInfo) -> Callable[[int, _Buffer], _Buffer]:
         """Return a function that fills a buffer with the bytes of a stored item from a place on, and returns it."""
         name, handle = info.relative_path, self._opened[info.relative_path]
-        # One request to a store, which costs more than the rest of the item.
-        data = (
-            b""
-            if handle is not None
-            else self._files.storage.get_range(f"{self._folder}/{name}", info.offset, info.offset + info.length)
-        )
+        data = b""
+        if handle is None:  # one request to a store, which costs more than the rest of the item
+            data = self._files.storage.get_range(f"{self._folder}/{name}", info.offset, info.offset + info.length)
 
         def read(start: int, buffer: _Buffer) -> _Buffer:
             view, place = memoryview(buffer), info.offset + start
@@ -365,22 +361,16 @@ class NamedFiles:
         except UserError as error:
             raise CorruptCheckpointError(f"{self.path}: {role}/{error}") from error
         files = {f"{role}/{info.relative_path}" for info in metadata.storage_data.values()}
-        if not files <= set(self.entries):
-            unnamed = sorted(files - set(self.entries))[0]
-            raise CorruptCheckpointError(
-                f"{self.path}: {role}/.metadata needs {unnamed}, which {MANIFEST} does not name"
-            )
-        tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        if unnamed := sorted(files - self.entries.keys()):
+            problem = f"needs {unnamed[0]}, which {MANIFEST} does not name"
+            raise CorruptCheckpointError(f"{self.path}: {role}/.metadata {problem}")
+        found = metadata.state_dict_metadata.items()
+        tensors = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
         available = sum(self.entries[file].bytes for file in files)
         for name, entry in tensors.items():
-            if _bytes(entry) > available:
-                raise CorruptCheckpointError(
-                    f"{self.path}: {role}/.metadata is damaged ({name} is larger than its files)"
-                )
+            if math.prod(entry.size) * entry.properties.dtype.itemsize > available:
+                problem = f"is damaged ({name} is larger than its files)"
+                raise CorruptCheckpointError(f"{self.path}: {role}/.metadata {problem}")
         return tensors
 
     def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]:
@@ -388,22 +378,10 @@ class NamedFiles:
         known = self.shapes(role)
         wanted = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in names}
         try:
-            ShardReader(self.checkpoint.files, role).fill(wanted, _Flat())
+            ShardReader(self.checkpoint.files, role).fill(wanted, SafePlanner(flatten_state_dict=False))
         except Exception as error:
             with reading(self.path, role):
                 if isinstance(error, OSError):
                     raise
             raise CorruptCheckpointError(f"{self.path}/{role}: cannot be loaded: {first_line(error)}") from None
         return wanted
-
-
-class _Flat(SafePlanner):
-    """Uses the names of the checkpoint unchanged."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
-
-
-def _bytes(entry: TensorStorageMetadata) -> int:
-    """Return the size of a whole tensor in bytes."""
-    return math.prod(entry.size) * entry.properties.dtype.itemsize

@@ -39,14 +39,22 @@ def open_tiers(ckpt_path: str, local_dir: str | None) -> CheckpointStore:
 
 
 class TieredStore(CheckpointStore):
-    """Checkpoints in a directory, and in a remote store."""
+    """Checkpoints in a directory, of which a queue of uploads copies those that a remote store lacks."""
 
     def __init__(self, local: LocalStore, remote: CheckpointStore):
         super().__init__(remote.storage)
         self._local = local
         self._remote = remote
-        self._uploads = self.uploads = UploadQueue(local, remote)
         self.tiers = [local, remote]
+        self._moving = threading.Lock()  # held while a step enters or leaves the remote store
+        self._lock: RunLock | None = None  # of the remote store, once it is taken
+        self._fence: Callable[[], None] = lambda: None
+        self._uploaded: set[int] | None = None  # None: the remote store was not asked yet
+        self._uploaded_pieces: set[str] = set()
+        self._problem = ""
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
         """Return the locks of both tiers, not yet taken.
@@ -55,18 +63,18 @@ class TieredStore(CheckpointStore):
         the last heartbeat has seen of its lock. Before anything is written or deleted there, the lock itself is
         checked.
         """
-        self._uploads.lock = RunLock(self.root, lease_s, name, remedy, trusts_heartbeat=True)
-        return [*self._local.locks(lease_s, name, remedy), self._uploads.lock]
+        self._lock = RunLock(self.root, lease_s, name, remedy, trusts_heartbeat=True)
+        return [*self._local.locks(lease_s, name, remedy), self._lock]
 
     def steps(self) -> list[int]:
-        return sorted({*self._local.steps(), *self._uploads.uploaded()})
+        return sorted({*self._local.steps(), *self.uploaded()})
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step, in the nearest tier that has it."""
         return next(iter(self.locations(step)), self._local.path(step))
 
     def locations(self, step: int) -> list[str]:
-        tiers = ((self._local, self._local.steps()), (self._remote, self._uploads.uploaded()))
+        tiers = ((self._local, self._local.steps()), (self._remote, self.uploaded()))
         return [tier.path(step) for tier, steps in tiers if step in steps]
 
     def begin(self, step: int) -> CheckpointFiles:
@@ -75,7 +83,8 @@ class TieredStore(CheckpointStore):
     def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
         """Commit a staging area in the directory, and have it uploaded."""
         self._local.commit(staging, step, manifest, before_commit)
-        self._uploads.add(step)
+        self._known().discard(step)
+        self._wake.set()
 
     def abort(self, staging: CheckpointFiles) -> None:
         self._local.abort(staging)
@@ -86,27 +95,24 @@ class TieredStore(CheckpointStore):
         Raises:
             OSError: the remote store is out of service. Nothing has changed.
         """
-        orphans: list[tuple[CheckpointStore, str]] = []
-        with self._uploads.moving:
-            tiers = self._writable_tiers(step)
-            for tier in tiers:
-                orphans.append((tier, tier.tombstone(step)))
-            self._uploads.remove(step)
+        with self._moving:
+            orphans = [(tier, tier.tombstone(step)) for tier in self._writable_tiers(step)]
+            self._known().discard(step)
         failpoint("save:deleting")
         for tier, name in orphans:
             tier.remove(name)
 
     def archive(self, step: int) -> str:
-        with self._uploads.moving:
+        with self._moving:
             names = [tier.archive(step) for tier in reversed(self._writable_tiers(step))]
-            self._uploads.remove(step)
+            self._known().discard(step)
         return names[-1]
 
     def _writable_tiers(self, step: int) -> list[CheckpointStore]:
         """Return the tiers that have a step, the local one first, after a look at the lock of the remote one."""
         tiers: list[CheckpointStore] = [self._local] if step in self._local.steps() else []
-        if step in self._uploads.uploaded():
-            self._uploads.check()
+        if step in self.uploaded():
+            self._check()
             tiers.append(self._remote)
         return tiers
 
@@ -123,7 +129,6 @@ class TieredStore(CheckpointStore):
         self._local.remove(name)
 
     def write_latest(self, step: int) -> None:
-        """Write the newest step of the directory to a file for people and tools."""
         self._local.write_latest(step)
 
     def probe(self) -> None:
@@ -146,30 +151,17 @@ class TieredStore(CheckpointStore):
         self._local.remove_pieces([name for name in self._local.pieces() if name in names])
         self._remote.remove_pieces(names)
 
-
-class UploadQueue:
-    """The checkpoints of a local store that a remote store lacks."""
-
-    def __init__(self, local: LocalStore, remote: CheckpointStore):
-        self.moving = threading.Lock()
-        """Held while a step enters or leaves the remote store."""
-        self.lock: RunLock | None = None
-        """The lock of the remote store, once it is taken."""
-        self._fence: Callable[[], None] = lambda: None
-        self._local = local
-        self._remote = remote
-        self._uploaded: set[int] | None = None  # None: the remote store was not asked yet
-        self._uploaded_pieces: set[str] = set()
-        self._problem = ""
-        self._wake = threading.Event()
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+    # ---------------------------------------------------------------------------------------------------
+    # The queue of uploads
 
     def uploaded(self) -> set[int]:
         """Return the steps in the remote store."""
+        return set(self._known())
+
+    def _known(self) -> set[int]:
         if self._uploaded is None:
             self._uploaded = set(self._remote.steps())
-        return set(self._uploaded)
+        return self._uploaded
 
     def waiting(self) -> list[int]:
         """Return the steps that the remote store lacks, ascending."""
@@ -183,18 +175,7 @@ class UploadQueue:
         remote = uploaded if self._problem else ()
         return {newest, *remote, *(step for step in self._local.steps() if step > newest)}
 
-    def add(self, step: int) -> None:
-        """Upload a step that has been committed in the local store."""
-        self.remove(step)
-        self._wake.set()
-
-    def remove(self, step: int) -> None:
-        """Forget a step that has left both stores."""
-        self.uploaded()
-        assert self._uploaded is not None
-        self._uploaded.discard(step)
-
-    def start(self, fence: Callable[[], None]) -> None:
+    def start_uploads(self, fence: Callable[[], None]) -> None:
         """Begin to upload what waits, and what is committed from now on.
 
         Args:
@@ -205,13 +186,13 @@ class UploadQueue:
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Check that this process may write to the remote store."""
         self._fence()
-        if self.lock is not None:
-            self.lock.check(now=True)
+        if self._lock is not None:
+            self._lock.check(now=True)
 
-    def finish(self, timeout_s: float) -> None:
+    def finish_uploads(self, timeout_s: float) -> None:
         """Wait until the newest checkpoint is uploaded, and end the uploads.
 
         Args:
@@ -222,7 +203,7 @@ class UploadQueue:
         deadline = time.monotonic() + timeout_s
         missing = [step for step in self.waiting() if step in self.not_yet_uploaded()]
         if missing:
-            LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self._remote.root)
+            LOG.info("waiting up to %g s until global_step_%d is in %s", timeout_s, missing[-1], self.root)
             while missing[-1] not in self.uploaded() and time.monotonic() < deadline:
                 time.sleep(0.1)
         self._ending.set()
@@ -233,7 +214,7 @@ class UploadQueue:
                 "global_step_%d is in %s alone, not in %s (%s); the same command on this machine uploads it",
                 left[-1],
                 self._local.root,
-                self._remote.root,
+                self.root,
                 self._problem or f"the upload took longer than {timeout_s:g} s",
             )
         else:
@@ -245,7 +226,8 @@ class UploadQueue:
         while True:
             newest = None
             try:
-                if (newest := self._next()) is None:
+                newest = max(self.waiting(), default=None)  # the newest makes the most safe
+                if newest is None or self._ending.is_set() and newest not in self.not_yet_uploaded():
                     if self._ending.is_set():
                         return
                     self._wake.wait()
@@ -265,11 +247,6 @@ class UploadQueue:
                     return
                 wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
 
-    def _next(self) -> int | None:
-        """Return the step to upload next, the newest first, which makes the most safe; None: there is none."""
-        newest = max(self.waiting(), default=None)
-        return None if self._ending.is_set() and newest not in self.not_yet_uploaded() else newest
-
     def _upload(self, step: int) -> None:
         """Copy a checkpoint to the remote store, and commit it there.
 
@@ -278,8 +255,10 @@ class UploadQueue:
             OSError: the store fails, or the checkpoint is gone.
         """
         checkpoint = manifests.read(self._local.path(step))
-        self.check()
-        self._upload_pieces()
+        self._check()
+        new = [name for name in self._local.pieces() if name not in self._uploaded_pieces]
+        for_each(lambda name: self._remote.keep_piece(name, self._local.piece(name)), new)
+        self._uploaded_pieces.update(new)
         sources = {entry.path: posixpath.join(checkpoint.path, entry.path) for entry in checkpoint.entries}
         staging = self._remote.begin(step)
         try:
@@ -288,12 +267,11 @@ class UploadQueue:
                 if staging.written[entry.path] != entry:
                     raise CorruptCheckpointError(f"{sources[entry.path]}: does not have the content that was saved")
             failpoint("upload:copied")
-            with self.moving:
+            with self._moving:
                 if step not in self._local.steps():
                     raise FileNotFoundError(errno.ENOENT, "it was archived", checkpoint.path)
-                self._remote.commit(staging, step, checkpoint.manifest, self.check)
-                assert self._uploaded is not None
-                self._uploaded.add(step)
+                self._remote.commit(staging, step, checkpoint.manifest, self._check)
+                self._known().add(step)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._remote.abort(staging)
@@ -304,9 +282,3 @@ class UploadQueue:
             for name in self._remote.archived(step):
                 self._remote.remove(name)
         LOG.info("uploaded %s to %s", checkpoint.path, self._remote.path(step))
-
-    def _upload_pieces(self) -> None:
-        """Copy the pieces of the files of the run directory that the remote store lacks."""
-        new = [name for name in self._local.pieces() if name not in self._uploaded_pieces]
-        for_each(lambda name: self._remote.keep_piece(name, self._local.piece(name)), new)
-        self._uploaded_pieces.update(new)

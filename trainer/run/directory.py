@@ -15,7 +15,7 @@ from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import CheckpointManager, Retention
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError, UnreadableError
 from trainer.checkpoint.sharded import checked_shards
-from trainer.checkpoint.store import AskedRanks, check_access, give_access
+from trainer.checkpoint.store import Ranks, check_access, give_access
 from trainer.checkpoint.uploads import open_tiers
 from trainer.config import Config
 from trainer.errors import UserError
@@ -97,9 +97,7 @@ class RunDirectory:
         A machine that is lost leaves what was uploaded. 0: there is no commit.
         """
         store = self.checkpoints.store
-        steps, uploads = store.steps(), store.uploads
-        needed = [] if uploads is None else uploads.not_yet_uploaded()
-        return max(0, min([*steps[-2:], *needed], default=0))
+        return max(0, min([*store.steps()[-2:], *store.not_yet_uploaded()], default=0))
 
     def open(self, wait: bool = False) -> RunDirectory:
         """Take the locks, remove what a killed run has left, and find the checkpoint to resume from.
@@ -122,8 +120,7 @@ class RunDirectory:
                 self._restore_run_files()
                 if self.checkpoints.store.keeps_record:
                     self.run_files.remove_unused()
-                if (uploads := self.checkpoints.store.uploads) is not None:
-                    uploads.start(self.check_locks)
+                self.checkpoints.store.start_uploads(self.check_locks)
                 INCIDENTS.open(self.cfg.trainer.run_dir, self.check)
                 self._timeline.open()
                 self.resume = self._began_with = find_resume(self.cfg, self.checkpoints)
@@ -200,7 +197,7 @@ class RunDirectory:
         self.resume = began if newest is None else compare(self.cfg, newest, False)
 
     @contextlib.contextmanager
-    def checked_resume(self, ranks: AskedRanks) -> Iterator[Resume | None]:
+    def checked_resume(self, ranks: Ranks) -> Iterator[Resume | None]:
         """Give the checkpoint to resume from to the block, which loads it, after the ranks have checked its shards.
 
         If one is damaged, an older checkpoint takes its place.
@@ -220,7 +217,7 @@ class RunDirectory:
                     self.rediscover()
             yield resume
 
-    def check_access(self, ranks: AskedRanks) -> None:
+    def check_access(self, ranks: Ranks) -> None:
         """Give ranks on other machines the driver's access to the stores, and check that they can write checkpoints.
 
         Raises:
@@ -290,8 +287,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Wait for uploads, and release the locks."""
-        if (uploads := self.checkpoints.store.uploads) is not None:
-            uploads.finish(time_limits.UPLOAD_END_S)
+        self.checkpoints.store.finish_uploads(time_limits.UPLOAD_END_S)
         self._timeline.close()
         INCIDENTS.close()
         if self._revisions is not None:

@@ -40,7 +40,7 @@ def model(tmp_path_factory):
 
 def tiers(root: str, local) -> TieredStore:
     store = open_tiers(root, str(local))
-    store.uploads.start(lambda: None)
+    store.start_uploads(lambda: None)
     return store
 
 
@@ -53,8 +53,8 @@ def test_a_save_is_uploaded_and_a_lost_disk_costs_nothing(root, tmp_path):
     store = tiers(root, tmp_path / "disk")
     path = save(CheckpointManager(store), 1, parts_of(state))
     assert path == str(tmp_path / "disk" / "global_step_1"), "committed on the disk"
-    store.uploads.finish(60)
-    assert store.uploads.waiting() == []
+    store.finish_uploads(60)
+    assert store.waiting() == []
     shutil.rmtree(tmp_path / "disk")
     state.clear()
     elsewhere = CheckpointManager(open_tiers(root, str(tmp_path / "another")))
@@ -71,9 +71,9 @@ def test_nothing_is_deleted_before_something_newer_is_above(root, tmp_path, faul
     for step in (2, 3):
         save(checkpoints, step)
     assert checkpoints.store.steps() == [1, 2, 3], "only 1 is safe, and it is the oldest"
-    assert store.uploads.waiting()
+    assert store.waiting()
     faults.plan = lambda method, path: PASS
-    store.uploads.finish(60)
+    store.finish_uploads(60)
     assert 3 in open_store(root).steps()
     save(checkpoints, 4)
     assert checkpoints.store.steps() == [3, 4], "4 is not uploaded: the uploads have ended"
@@ -83,14 +83,14 @@ def test_what_was_not_uploaded_is_uploaded_at_the_next_start(root, tmp_path, fau
     faults.plan = no_uploads
     store = tiers(root, tmp_path)
     save(CheckpointManager(store), 5)
-    store.uploads.finish(0)
+    store.finish_uploads(0)
     assert f"global_step_5 is in {tmp_path} alone, not in {root}" in caplog.text
     for thread in threading.enumerate():
         if thread.name == "uploader":  # it ends with its job otherwise
             thread.join()
     faults.plan = lambda method, path: PASS
     again = tiers(root, tmp_path)
-    again.uploads.finish(60)
+    again.finish_uploads(60)
     assert open_store(root).steps() == [5]
 
 
@@ -113,7 +113,7 @@ def test_a_disk_that_is_full_at_any_moment_of_a_save_costs_that_save_alone(root)
             assert not [name for name in hidden(folder) if "writing" in name]
         assert errors[0] and not errors[-1] and all("No space left" in error for error in errors if error)
         save(checkpoints, 50, parts_of(state))
-        store.uploads.finish(60)
+        store.finish_uploads(60)
         assert open_store(root).steps()[-1] == 50
         for step in checkpoints.store.steps():
             verify(store.path(step))
@@ -125,9 +125,9 @@ def test_an_object_store_that_is_full_holds_up_uploads_and_no_save(root, tmp_pat
     checkpoints = CheckpointManager(store)
     save(checkpoints, 1)
     save(checkpoints, 2)
-    assert store.uploads.waiting() and open_store(root).steps() == []
+    assert store.waiting() and open_store(root).steps() == []
     faults.plan = lambda method, path: PASS
-    store.uploads.finish(60)
+    store.finish_uploads(60)
     assert open_store(root).steps()[-1] == 2
 
 
@@ -202,7 +202,7 @@ def test_what_was_set_aside_is_deleted_in_both_tiers_once_its_step_is_there_agai
     checkpoints.archive(after=1)
     assert len(store.archived()) == 2
     save(checkpoints, 2)
-    store.uploads.finish(60)
+    store.finish_uploads(60)
     assert store.archived() == [] and open_store(root).steps() == [1, 2]
 
 
@@ -210,7 +210,7 @@ def test_a_damaged_local_copy_is_read_from_above(root, tmp_path):
     state = {"n": 1, "bytes": b"good"}
     store = tiers(root, tmp_path)
     save(CheckpointManager(store), 1, parts_of(state))
-    store.uploads.finish(60)
+    store.finish_uploads(60)
     (tmp_path / "global_step_1" / "weights" / "shard").write_bytes(b"evil")
     checkpoints = CheckpointManager(open_tiers(root, str(tmp_path)))
     newest = checkpoints.latest()

@@ -14,7 +14,7 @@ from tests.support.checkpoints import save
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.store import open_store
-from trainer.checkpoint.uploads import UploadQueue
+from trainer.checkpoint.uploads import TieredStore
 from trainer.process import time_limits
 from trainer.process.tracing import TRACER
 
@@ -36,7 +36,7 @@ def remote(tmp_path):
 
 def test_the_queue_is_derived_from_what_lies_in_both_stores(local, remote):
     shutil.copytree(local.path(2), remote.path(2))
-    queue = UploadQueue(local, remote)
+    queue = TieredStore(local, remote)
     assert queue.uploaded() == {2} and queue.waiting() == [1, 3]
     assert queue.not_yet_uploaded() == {2, 3}, "1 is older than an uploaded one"
 
@@ -44,7 +44,7 @@ def test_the_queue_is_derived_from_what_lies_in_both_stores(local, remote):
 def test_uploads_go_on_after_a_disk_could_not_be_listed(local, remote, monkeypatch, caplog):
     """Also in the answer to a failed upload."""
     monkeypatch.setattr(time_limits, "UPLOAD_FIRST_BACKOFF_S", 0.01)
-    queue, failures = UploadQueue(local, remote), iter([False, True, True])
+    queue, failures = TieredStore(local, remote), iter([False, True, True])
     queue.uploaded()
     steps = local.steps
 
@@ -54,24 +54,24 @@ def test_uploads_go_on_after_a_disk_could_not_be_listed(local, remote, monkeypat
         return steps()
 
     monkeypatch.setattr(local, "steps", list_steps)
-    queue.start(lambda: None)
+    queue.start_uploads(lambda: None)
     while queue.waiting():
         assert queue._thread.is_alive()
         threading.Event().wait(0.02)
-    queue.finish(10)
+    queue.finish_uploads(10)
     assert remote.steps() == [1, 2, 3]
     assert "is not uploaded yet: [Errno 5] Input/output error" in caplog.text
 
 
 def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, monkeypatch):
-    queue, seen = UploadQueue(local, remote), []
+    queue, seen = TieredStore(local, remote), []
     commit = remote.commit
     monkeypatch.setattr(remote, "commit", lambda *arguments: (seen.append(arguments[1]), commit(*arguments)))
     monkeypatch.setattr(TRACER, "is_on", True)
-    queue.start(lambda: None)
+    queue.start_uploads(lambda: None)
     while queue.waiting():
         threading.Event().wait(0.02)
-    queue.finish(10)
+    queue.finish_uploads(10)
     assert seen == [3, 2, 1]
     spans = [(span.name, span.row) for span in TRACER.take() if span.name.startswith("upload")]
     assert spans == [(f"upload {step}", "uploads") for step in (3, 2, 1)]
@@ -81,7 +81,7 @@ def test_the_newest_is_uploaded_first_and_all_of_them_in_the_end(local, remote, 
 
 
 def test_an_older_checkpoint_that_hangs_does_not_hold_the_end(local, remote, monkeypatch):
-    queue, commit, held, released = UploadQueue(local, remote), remote.commit, threading.Event(), threading.Event()
+    queue, commit, held, released = TieredStore(local, remote), remote.commit, threading.Event(), threading.Event()
 
     def hold(staging, step, *arguments) -> None:
         if step == 2:
@@ -90,18 +90,18 @@ def test_an_older_checkpoint_that_hangs_does_not_hold_the_end(local, remote, mon
         commit(staging, step, *arguments)
 
     monkeypatch.setattr(remote, "commit", hold)
-    queue.start(lambda: None)
+    queue.start_uploads(lambda: None)
     assert held.wait(60)
-    queue.finish(0.2)
+    queue.finish_uploads(0.2)
     assert remote.steps() == [3]
     released.set()
 
 
 def test_damage_on_the_disk_is_not_uploaded(local, remote, caplog):
     Path(local.path(3), "weights/shard").write_bytes(b"abd")
-    queue = UploadQueue(local, remote)
-    queue.start(lambda: None)
-    queue.finish(0.5)
+    queue = TieredStore(local, remote)
+    queue.start_uploads(lambda: None)
+    queue.finish_uploads(0.5)
     assert 3 not in remote.steps() and "does not have the content that was saved" in caplog.text
     assert f"global_step_3 is in {local.root} alone" in caplog.text
     assert remote.orphans() == {}
@@ -111,7 +111,7 @@ def test_nothing_is_written_by_a_job_that_has_lost_the_lock(local, remote):
     def refuse() -> None:
         raise PermissionError("lost the lock")
 
-    queue = UploadQueue(local, remote)
-    queue.start(refuse)
-    queue.finish(0.3)
+    queue = TieredStore(local, remote)
+    queue.start_uploads(refuse)
+    queue.finish_uploads(0.3)
     assert os.listdir(remote.root) == [] and queue.not_yet_uploaded() >= {1, 2, 3}

@@ -58,8 +58,8 @@ def test_a_rollback_reaches_both_tiers(s3, capsys, tmp_path, tmp_path_factory):
 def test_a_policy_is_exported_from_a_url_and_to_a_url(s3, saved_run, capsys, tmp_path):
     root = make_bucket("exports") + "/run"
     store = open_tiers(root, str(saved_run / "checkpoints"))
-    store.uploads.start(lambda: None)
-    store.uploads.finish(60)
+    store.start_uploads(lambda: None)
+    store.finish_uploads(60)
     step = store.steps()[-1]
     assert run(capsys, "export", str(saved_run), str(tmp_path / "from-disk"))[0] == 0
     assert run(capsys, "export", f"{root}/global_step_{step}", str(tmp_path / "from-url"))[0] == 0
