@@ -70,11 +70,7 @@ class ObjectStoreClient(Protocol):
 
 @functools.cache
 def client_of(scheme: str) -> ObjectStoreClient:
-    """Return the client of the stores with this URL scheme.
-
-    Raises:
-        UserError: the package for these stores is not installed.
-    """
+    """Return the client of the stores with this URL scheme. UserError: the package for them is not installed."""
     spec: StoreSpec | None = store_spec(f"{scheme}://")
     assert spec is not None, f"{scheme}:// was accepted"
     module, _, name = spec.path.partition(":")
@@ -200,11 +196,8 @@ def _reason(text: str) -> str:
 
 
 def request_options(**options: Any) -> dict[str, Any]:
-    """Return what a store of obstore is opened with: how long a request may take, and when it is sent again.
-
-    Args:
-        options: further options of the connections (see `obstore.store.ClientConfig`).
-    """
+    """Return what a store of obstore is opened with: how long a request may take, and when it is sent again. `options`:
+    further options of the connections (see `obstore.store.ClientConfig`)."""
     longest = timedelta(seconds=time_limits.STORAGE_LONGEST_BACKOFF_S)
     times = {"connect_timeout": timedelta(seconds=5), "read_timeout": timedelta(seconds=60)}
     return {

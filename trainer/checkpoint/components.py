@@ -132,21 +132,15 @@ def config_digest(cfg: Config) -> str:
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the resolved config that a checkpoint was saved with, without secrets.
-
-    Raises:
-        CorruptCheckpointError: `config.yaml` is missing, or is not a mapping of sections.
-    """
+    """Return the resolved config that a checkpoint was saved with, without secrets. CorruptCheckpointError:
+    `config.yaml` is missing, or is not a mapping of sections."""
     with reading(checkpoint.path, CONFIG_FILE):
         return parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
 
 
 def models_component(ranks: Ranks, files_of: Callable[[str], Any] = ShardedFiles) -> Component:
     """Make the component that the ranks write: weights, optimizers, schedules and RNG states of the saved roles.
-
-    Args:
-        files_of: returns what writes and reads the states below a directory.
-    """
+    `files_of`: returns what writes and reads the states below a directory."""
 
     def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
         finish = ranks.begin_save(files_of(staging.path))
@@ -269,11 +263,7 @@ def fingerprint_weights(cfg: Config, model_path: str, begins: bool) -> str:
     """Return a fingerprint of the initial weights with which the run still computes, and of the files beside them.
 
     The files beside the policy's weights, such as its tokenizer and its chat template, always count: no checkpoint
-    replaces them.
-
-    Args:
-        begins: of all initial weights: the run begins with them.
-    """
+    replaces them. `begins`: of all initial weights: the run begins with them."""
     directories = _directories(cfg, model_path)
     if begins:
         directories["model.path"] = model_path
@@ -306,11 +296,8 @@ def _fingerprint(directory: str) -> str:
 def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
     """Return the keys of model directories that may have another path now, because a resume compares their content.
 
-    Weights need no comparison if the checkpoint holds all of them.
-
-    Raises:
-        CorruptCheckpointError: a record of the checkpoint cannot be read.
-    """
+    Weights need no comparison if the checkpoint holds all of them. CorruptCheckpointError: a record of the checkpoint
+    cannot be read."""
     files = _saved_files(checkpoint).get("files", {})
     weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
     compared = _compared_keys(cfg)
@@ -330,10 +317,7 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
 
 def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the commits of the Hub that the run began with, by the ids of models and data sets.
-
-    Raises:
-        CorruptCheckpointError: the file cannot be read.
-    """
+    CorruptCheckpointError: the file cannot be read."""
     return _saved_files(checkpoint).get("revisions", {})
 
 

@@ -66,11 +66,8 @@ class PolicyExports:
 
 
 def check_export_path(path: str) -> None:
-    """Check that a run may export to the directory or URL `path`, before anything starts.
-
-    Raises:
-        UserError: checkpoints of another run are there, or something that an export would have to replace.
-    """
+    """Check that a run may export to the directory or URL `path`, before anything starts. UserError: checkpoints of
+    another run are there, or something that an export would have to replace."""
     storage = files_at(path).storage
     try:
         names = storage.names()
@@ -91,10 +88,7 @@ def is_exported(target: str) -> bool:
 @contextlib.contextmanager
 def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
     """Give the block a local path to export to: `target`, or a directory whose content is then put at the URL `target`.
-
-    Args:
-        scratch: the parent of that directory, which all ranks see; None: that of temporary files.
-    """
+    `scratch`: the parent of that directory, which all ranks see; None: that of temporary files."""
     files = files_at(target)
     with TRACER.span("export"), naming(target), contextlib.ExitStack() as temporary:
         if files.storage.disk is not None:

@@ -97,11 +97,7 @@ class CheckpointFiles:
                 stream.write(chunk)
 
     def digest(self, path: str, copy: int | None = None) -> str:
-        """Return the xxh3-128 of a file's content.
-
-        Args:
-            copy: descriptor of a file of this machine that gets the content.
-        """
+        """Return the xxh3-128 of a file's content. `copy`: descriptor of a local file that gets the content."""
         if self.storage.disk is not None:
             return digest_file(self.storage.disk.path(path))
         digest, size = xxhash.xxh3_128(), self.storage.size(path)

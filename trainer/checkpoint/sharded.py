@@ -79,11 +79,8 @@ class ShardedFiles:
     ) -> None:
         """Fill the tensors of `state` in place, with any sharding, from `{directory}/{name}`.
 
-        No code in the files is executed.
-
-        Args:
-            optional: entries `part.entry` of `state` that are removed from it if the files do not have them.
-        """
+        No code in the files is executed. `optional`: entries `part.entry` of `state` that are removed from it if the
+        files do not have them."""
         import torch.distributed as dist
 
         from trainer.checkpoint.tensors import ShardReader
@@ -119,10 +116,7 @@ class ShardCheck:
         """Read the shards that are this rank's part, once, and compare their hashes with the manifest.
 
         From an object store they are downloaded into memory, if there is enough, so that no rank downloads them again.
-
-        Returns:
-            the first problem; and the machine and path of each shard in memory, by its URL.
-        """
+        Returns the first problem; and the machine and path of each shard in memory, by its URL."""
         import torch
         import torch.distributed as dist
 

@@ -123,11 +123,7 @@ class CheckpointStore:
         raise NotImplementedError
 
     def probe(self) -> None:
-        """Test the operations of a save with a small file, which is read back.
-
-        Raises:
-            OSError: an operation failed.
-        """
+        """Test the operations of a save with a small file, which is read back. OSError: an operation failed."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------

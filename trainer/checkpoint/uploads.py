@@ -90,11 +90,7 @@ class TieredStore(CheckpointStore):
         self._local.abort(staging)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint in both tiers.
-
-        Raises:
-            OSError: the remote store is out of service. Nothing has changed.
-        """
+        """Delete a checkpoint in both tiers. OSError: the remote store is out of service. Nothing has changed."""
         with self._moving:
             orphans = [(tier, tier.tombstone(step)) for tier in self._writable_tiers(step)]
             self._known().discard(step)
@@ -176,11 +172,8 @@ class TieredStore(CheckpointStore):
         return {newest, *remote, *(step for step in self._local.steps() if step > newest)}
 
     def start_uploads(self, fence: Callable[[], None]) -> None:
-        """Begin to upload what waits, and what is committed from now on.
-
-        Args:
-            fence: raises if this process has lost one of its locks, as far as their heartbeats have seen.
-        """
+        """Begin to upload what waits, and what is committed from now on. `fence`: raises if this process has lost one
+        of its locks, as far as their heartbeats have seen."""
         self._fence = fence
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
@@ -193,11 +186,8 @@ class TieredStore(CheckpointStore):
             self._lock.check(now=True)
 
     def finish_uploads(self, timeout_s: float) -> None:
-        """Wait until the newest checkpoint is uploaded, and end the uploads.
-
-        Args:
-            timeout_s: the longest that it waits. An older checkpoint that is being uploaded may take the rest of it.
-        """
+        """Wait until the newest checkpoint is uploaded, and end the uploads. `timeout_s`: the longest that it waits. An
+        older checkpoint that is being uploaded may take the rest of it."""
         if self._thread is None:
             return
         deadline = time.monotonic() + timeout_s

@@ -48,10 +48,7 @@ def naming(path: str) -> Iterator[None]:
 
 def read_file(path: str, folder: int | None = None) -> bytes:
     """Return the content of a regular file. Links are not followed, and a pipe does not block. `folder`: descriptor of
-    the directory to which `path` is relative.
-
-    Raises:
-        OSError: the file is missing, cannot be read, or is not a regular file.
+    the directory to which `path` is relative. OSError: the file is missing, cannot be read, or is not a regular file.
     """
     with open_regular(path, os.O_NOFOLLOW, folder) as file:
         return file.read()

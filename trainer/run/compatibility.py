@@ -35,11 +35,8 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
     """Return the leaf keys in which two nested configs differ.
 
     Of sections that only one of them has, such as a source of `data.mix`, their mapping is the key that differs. A key
-    of a source that changes with that of the run is left out.
-
-    Args:
-        defaults: values of keys that the saved config does not have, because an older version wrote it.
-    """
+    of a source that changes with that of the run is left out. `defaults`: values of keys that the saved config does not
+    have, because an older version wrote it."""
     fallback = _flat(defaults)
     old, new = (_with_schedules(fallback | _flat(config)) for config in (saved, now))
     usual = _flat(dataclasses.asdict(with_sections()))

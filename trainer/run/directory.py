@@ -113,7 +113,10 @@ class RunDirectory:
         try:
             with stage("looking for a checkpoint to resume from"):
                 taken_over = self._acquire_locks(wait)
-                self._cut_torn_lines()
+                # A kill has left torn last lines, also in files to which nothing will be appended.
+                for name in (*(name for name in PATTERNS if name.endswith(".jsonl") and "/" not in name), LOG_NAME):
+                    with contextlib.suppress(OSError):  # the code that needs the file reports it
+                        cut_torn_line(os.path.join(self.cfg.trainer.run_dir, name))
                 if not wait:  # what a warm start says belongs to the run that waits for it
                     LOG_FILE.open(os.path.join(self.cfg.trainer.run_dir, LOG_NAME))
                 self.checkpoints.clean_up()
@@ -129,11 +132,12 @@ class RunDirectory:
                     path = self.cfg.trainer.run_dir
                     LOG.info("%s holds no checkpoint to continue: training starts from the beginning", path)
                 self.lineage = read_lineage(self.cfg.trainer.run_dir)
-                if (continued := self.continued) is not None:
-                    self._complete_record(continued)
-                self._check_metrics()
-                if taken_over:
-                    self._record_death(taken_over)
+                self._complete_record()
+                if taken_over:  # the driver of the last start died
+                    steps = self.metrics().steps
+                    step = steps[-1] + 1 if steps else 0
+                    action, cost_s = "started again with the same command", self.lost_seconds()
+                    INCIDENTS.note("driver", "driver", "killed process", action, taken_over, step=step, cost_s=cost_s)
         except BaseException:
             self.close()
             raise
@@ -167,26 +171,9 @@ class RunDirectory:
         kinds, revisions = self.resume.restore.kinds, read_revisions(self.resume.checkpoint)
         return {name: one for name, one in revisions.items() if ("data" if is_data(name) else "weights") in kinds}
 
-    def _cut_torn_lines(self) -> None:
-        """Remove the torn last lines that a kill has left, also in files to which nothing will be appended."""
-        for name in (*(name for name in PATTERNS if name.endswith(".jsonl") and "/" not in name), LOG_NAME):
-            with contextlib.suppress(OSError):  # the code that needs the file reports it
-                cut_torn_line(os.path.join(self.cfg.trainer.run_dir, name))
-
-    def _record_death(self, text: str) -> None:
-        """Record that the driver of the last start died."""
-        steps = self.metrics().steps
-        step = steps[-1] + 1 if steps else 0
-        action, cost_s = "started again with the same command", self.lost_seconds()
-        INCIDENTS.note("driver", "driver", "killed process", action, text, step=step, cost_s=cost_s)
-
     def rediscover(self, copy: Checkpoint | None = None) -> None:
         """Find the newest checkpoint of this run, after the ranks have died. Without one, it is that of the start. A
-        `copy` is in shared memory.
-
-        Raises:
-            UserError: the checkpoints of this run are missing, or none is valid.
-        """
+        `copy` is in shared memory. UserError: the checkpoints of this run are missing, or none is valid."""
         self.checkpoints.clean_up()
         began = self._began_with
         if copy is not None and copy.step >= max(self.checkpoints.store.steps(), default=0):
@@ -200,11 +187,8 @@ class RunDirectory:
     def checked_resume(self, ranks: Ranks) -> Iterator[Resume | None]:
         """Give the checkpoint to resume from to the block, which loads it, after the ranks have checked its shards.
 
-        If one is damaged, an older checkpoint takes its place.
-
-        Raises:
-            UserError: there is none, or the user has named the damaged one; or a shard cannot be read.
-        """
+        If one is damaged, an older checkpoint takes its place. UserError: there is none, or the user has named the
+        damaged one; or a shard cannot be read."""
         with contextlib.ExitStack() as shards:
             while (resume := self.resume) is not None and not resume.is_copy:
                 try:
@@ -219,10 +203,7 @@ class RunDirectory:
 
     def check_access(self, ranks: Ranks) -> None:
         """Give ranks on other machines the driver's access to the stores, and check that they can write checkpoints.
-
-        Raises:
-            UserError: a machine with ranks cannot.
-        """
+        UserError: a machine with ranks cannot."""
         t = self.cfg.trainer
         give_access([t.ckpt_path, t.resume_path, t.export_path], ranks)
         if t.ckpt_cache_dir is not None:
@@ -251,37 +232,24 @@ class RunDirectory:
             except CorruptCheckpointError as error:
                 LOG.warning("the files of the run directory are not restored from a damaged checkpoint: %s", error)
 
-    def _complete_record(self, continued: Checkpoint) -> None:
-        """Record the commit of the resumed checkpoint if there is no record.
-
-        The run may have been killed between the commit and its record, and older versions kept no record.
-        """
-        t = self.cfg.trainer
-        if not last_commit.exists(t.run_dir):
-            last_commit.write(t.run_dir, continued.step, t.ckpt_path)
-
-    def _check_metrics(self) -> None:
-        """Check that `metrics.jsonl` has the lines that the run had logged when it saved the checkpoint."""
-        if self.resume is None:
-            if has_metrics(self.cfg.trainer.run_dir):
-                LOG.info("an earlier start logged steps and committed no checkpoint: training starts again")
-        elif (checkpoint := self.continued) is not None:
-            check_lines(self.metrics_file, checkpoint.manifest.get("metrics_from"), checkpoint.step)
+    def _complete_record(self) -> None:
+        """Record the commit of the resumed checkpoint if a kill came between the two, and check that `metrics.jsonl`
+        has the lines that the run had logged when it saved the checkpoint."""
+        t, continued = self.cfg.trainer, self.continued
+        if self.resume is None and has_metrics(t.run_dir):
+            LOG.info("an earlier start logged steps and committed no checkpoint: training starts again")
+        if continued is not None:
+            if not last_commit.exists(t.run_dir):
+                last_commit.write(t.run_dir, continued.step, t.ckpt_path)
+            check_lines(self.metrics_file, continued.manifest.get("metrics_from"), continued.step)
 
     def check(self) -> None:
-        """Check that this process still holds the directory.
-
-        Raises:
-            UserError: another job has taken it.
-        """
+        """Check that this process still holds the directory. UserError: another job has taken it."""
         self._lock.check()
 
     def check_locks(self) -> None:
-        """Check that this process still holds the directory, and that of its checkpoints.
-
-        Raises:
-            UserError: another job has taken one of them, or one is gone.
-        """
+        """Check that this process still holds the directory, and that of its checkpoints. UserError: another job has
+        taken one of them, or one is gone."""
         for lock in self._locks:
             lock.check()
 

@@ -110,11 +110,7 @@ class Recovery:
         LOG.warning("%s; the ranks start again%s, from the %s (%s)", fact, after, self._origin, count)
 
     def wait(self) -> None:
-        """Wait for the time that the next restart is put off.
-
-        Raises:
-            Stopped: a signal arrived.
-        """
+        """Wait for the time that the next restart is put off. Stopped: a signal arrived."""
         end = time.monotonic() + self._delay_s
         while (left := end - time.monotonic()) > 0:
             SIGNALS.check()

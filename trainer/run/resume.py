@@ -52,12 +52,8 @@ class Resume:
 def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     """Find the checkpoint that `trainer.resume_mode` asks for, and compare its config with `cfg`.
 
-    Returns None if training starts from the beginning.
-
-    Raises:
-        UserError: the directory holds a run but `trainer.resume_mode` is not set; or the checkpoint is missing, is
-            damaged, or cannot be used under this config.
-    """
+    Returns None if training starts from the beginning. UserError: the directory holds a run but `trainer.resume_mode`
+    is not set; or the checkpoint is missing, is damaged, or cannot be used under this config."""
     t = cfg.trainer
     holds_run = bool(checkpoints.store.steps()) or has_metrics(t.run_dir) or last_commit.exists(t.run_dir)
     if t.resume_mode in (None, "none"):
@@ -65,29 +61,26 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
             raise second_run(t.run_dir)
         return None
     if t.resume_mode == "latest":
-        newest = find_newest(cfg, checkpoints)
-        if newest is None:
-            if forked := read_lineage(t.run_dir):
-                raise UserError(
-                    f"trainer.run_dir={t.run_dir}: holds a fork that has no checkpoint yet; start it again with "
-                    f"trainer.resume_mode=from_path trainer.resume_path={forked['forked_from']}, or choose another "
-                    "trainer.run_name"
-                )
-            return None
-        return compare(cfg, newest, False)
+        if (newest := find_newest(cfg, checkpoints)) is not None:
+            return compare(cfg, newest, False)
+        if forked := read_lineage(t.run_dir):
+            raise UserError(
+                f"trainer.run_dir={t.run_dir}: holds a fork that has no checkpoint yet; start it again with "
+                f"trainer.resume_mode=from_path trainer.resume_path={forked['forked_from']}, or choose another "
+                "trainer.run_name"
+            )
+        return None
     checkpoint, fork = _find_named(cfg, checkpoints, holds_run)
     resume = compare(cfg, checkpoint, fork)
     if fork:
-        write_lineage(t.run_dir, checkpoint)
+        lineage = {"forked_from": checkpoint.path, "step": checkpoint.step, "manifest": checkpoint.manifest["self"]}
+        write_file(os.path.join(t.run_dir, LINEAGE_FILE), json.dumps(lineage, indent=2))
     return resume
 
 
 def find_newest(cfg: Config, checkpoints: CheckpointManager) -> Checkpoint | None:
-    """Return the newest valid checkpoint of this run; None if the run has never had one.
-
-    Raises:
-        UserError: no checkpoint of the run is valid, or all are missing.
-    """
+    """Return the newest valid checkpoint of this run; None if the run has never had one. UserError: no checkpoint of
+    the run is valid, or all are missing."""
     newest = checkpoints.latest("unsharded")  # the ranks check the rest before they load it
     if newest is None:
         last_commit.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)
@@ -140,11 +133,8 @@ def damaged_origin(error: CorruptCheckpointError) -> CorruptCheckpointError:
 
 
 def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
-    """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint.
-
-    Raises:
-        UserError: keys differ that must not change, or must not change without permission.
-    """
+    """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint. UserError:
+    keys differ that must not change, or must not change without permission."""
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.load_components or LOAD_COMPONENTS) if fork else frozenset(LOAD_COMPONENTS)
     # A new password is no change of the run.
@@ -184,11 +174,8 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
 
 
 def read_lineage(run_dir: str) -> dict[str, Any]:
-    """Return the record that `write_lineage` wrote (see `manifest.LINEAGE`); empty if the run is not a fork.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the record that `find_resume` wrote (see `manifest.LINEAGE`); empty if the run is not a fork. UserError:
+    the file is damaged."""
     path = os.path.join(run_dir, LINEAGE_FILE)
     if not os.path.lexists(path):
         return {}
@@ -200,9 +187,3 @@ def read_lineage(run_dir: str) -> dict[str, Any]:
             "the file from `parent` in the manifest.json of a checkpoint, or remove it and use "
             "trainer.resume_mode=latest"
         ) from error
-
-
-def write_lineage(run_dir: str, parent: Checkpoint) -> None:
-    """Record that this run starts from the checkpoint `parent`."""
-    lineage = {"forked_from": parent.path, "step": parent.step, "manifest": parent.manifest["self"]}
-    write_file(os.path.join(run_dir, LINEAGE_FILE), json.dumps(lineage, indent=2))

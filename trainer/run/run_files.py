@@ -109,19 +109,16 @@ class RunFiles:
             steps = self._store.steps()
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 for chosen in (steps[-1:], steps[:-1]):  # the newest checkpoint names nearly all
-                    if unused:
-                        unused.difference_update(*pool.map(self._names_in, chosen))
+                    for files in pool.map(lambda step: _listed(manifests.read(self._store.path(step))), chosen):
+                        unused -= {piece.hash for pieces in files.values() for piece in pieces}
+                    if not unused:
+                        return
             self._store.remove_pieces(unused)
-            if unused:
-                LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
+            LOG.info("removed %d piece(s) of files that no checkpoint names", len(unused))
         except (manifests.CheckpointError, OSError) as error:
             LOG.warning("pieces of files that no checkpoint names are not deleted: %s", error)
 
     # ---------------------------------------------------------------------------------------------------
-
-    def _names_in(self, step: int) -> set[str]:
-        files = _listed(manifests.read(self._store.path(step)))
-        return {piece.hash for pieces in files.values() for piece in pieces}
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
         paths = sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=self._run_dir))

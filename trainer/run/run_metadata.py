@@ -68,10 +68,7 @@ def second_run(run_dir: str) -> UserError:
 
 def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> None:
     """Write `config.yaml`, and append a line to `starts.jsonl`. They hold no secrets (see `trainer.files.redaction`).
-
-    Args:
-        resumed_step: step of the checkpoint of this run that it continues; None: it begins without one.
-    """
+    `resumed_step`: step of the checkpoint of this run that it continues; None: it begins without one."""
     config = redact(dataclasses.asdict(cfg))
     command, task = redact_command(sys.orig_argv), RecordedTask.of(cfg)
     LOG_FILE.write(f"start of {shlex.join(command)}")

@@ -129,15 +129,22 @@ class Saves:
                 self.last_good = result.path
                 self.seconds = result.seconds
                 self._cost_s = max(blocked_s, self._cost_s / 2)  # halving forgets an outlier within a few saves
-            else:
-                self._record_failure(result.step, result.error, last)
+                continue
+            self._failures += 1
+            self.failure = result.error
+            if self.begun == result.step:
+                self.begun = None
+            good = self.last_good or "none yet"
+            message = f"the checkpoint of step {result.step} FAILED ({result.error}); the last good one is {good}"
+            if self._failures > FAILURES_ALLOWED and not last:
+                raise UserError(
+                    f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row; free space "
+                    f"or raise the quota there, or repair it, and then {CONTINUES}"
+                )
+            LOG.warning(message if last else f"{message}; training continues")
 
     def save_last(self, step: int, save: Callable[[], None]) -> None:
-        """Save the last state of this process; try again if that fails.
-
-        Raises:
-            NotSavedError: every try failed.
-        """
+        """Save the last state of this process; try again if that fails. NotSavedError: every try failed."""
         import tenacity  # seldom needed, and slow to import
 
         for attempt in tenacity.Retrying(
@@ -155,16 +162,3 @@ class Saves:
                         f"the last good checkpoint is {self.last_good or 'none yet'}. Repair that, then give the same "
                         "command with trainer.resume_mode=latest: it trains again what is not saved."
                     )
-
-    def _record_failure(self, step: int, error: str, last: bool) -> None:
-        self._failures += 1
-        self.failure = error
-        if self.begun == step:
-            self.begun = None
-        message = f"the checkpoint of step {step} FAILED ({error}); the last good one is {self.last_good or 'none yet'}"
-        if self._failures > FAILURES_ALLOWED and not last:
-            raise UserError(
-                f"trainer.ckpt_path={self._ckpt_path}: {message}; {self._failures} failed in a row; free space "
-                f"or raise the quota there, or repair it, and then {CONTINUES}"
-            )
-        LOG.warning(message if last else f"{message}; training continues")
