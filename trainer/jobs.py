@@ -47,7 +47,7 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
         with contextlib.suppress(TrialError):  # this run will say so itself, or continue
             task.check_inputs(asks_servers=False)
         run_task(task.warm_start(), device, early if isinstance(early, ForkServer) else None)
-        SIGNALS.starting()
+        SIGNALS.moment = "starting"  # the last step of a warm start is none of this run
     stop = StopRequest(t.deadline, on_step)
     with RunDirectory(cfg).open(wait=task.is_made is not None) as directory:
         if task.is_made is not None and task.is_made():

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.episodes import REPLY_MARK
 from trainer.errors import UserError
 from trainer.process import time_limits
-from trainer.process.deadline import deadline
+from trainer.process.watchdog import deadline
 
 LOG = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
 from trainer.process import time_limits
-from trainer.process.deadline import deadline
+from trainer.process.watchdog import deadline
 
 _CHECKED_ROWS = 1000
 """Number of rows of each file that are checked before anything starts."""

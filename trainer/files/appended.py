@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from trainer.errors import is_disk_unwritable
 from trainer.files.atomic_io import naming
@@ -28,7 +29,14 @@ def open_appended(path: str, mode: int | None = None) -> int:
         if mode is not None:
             os.fchmod(handle, mode)
         with naming(path):
-            _cut_torn_line(handle)
+            size = end = os.fstat(handle).st_size
+            line_break = -1
+            while end and line_break < 0:
+                start = max(0, end - _CHUNK)
+                line_break = os.pread(handle, end - start, start).rfind(b"\n")
+                end = start + line_break + 1
+            if end < size:
+                os.ftruncate(handle, end)
     except BaseException:
         os.close(handle)
         raise
@@ -39,18 +47,6 @@ def cut_torn_line(path: str) -> None:
     """Remove a last line without a line break, which a kill has left. Does nothing without a file."""
     if os.path.isfile(path) and not os.path.islink(path):
         os.close(open_appended(path))
-
-
-def _cut_torn_line(handle: int) -> None:
-    size = end = os.fstat(handle).st_size
-    while end:
-        start = max(0, end - _CHUNK)
-        line_break = os.pread(handle, end - start, start).rfind(b"\n")
-        end = start + line_break + 1
-        if line_break >= 0 or start == 0:
-            break
-    if end < size:
-        os.ftruncate(handle, end)
 
 
 def write_all_or_nothing(handle: int, data: bytes) -> None:
@@ -103,24 +99,23 @@ class AppendedFile:
 
     def cut(self, size: int) -> None:
         """Keep the first `size` bytes of a file that is there, and wait until the rest is off the disk."""
-        with self._lock:
-            self._fence()
-            handle = open_appended(self._path, self._mode)
-            try:
-                with naming(self._path):
-                    os.ftruncate(handle, size)
-                    os.fsync(handle)
-            finally:
-                os.close(handle)
+        with self._lock, self._opened() as handle:
+            os.ftruncate(handle, size)
+            os.fsync(handle)
 
     def _write(self, durable: bool) -> None:
+        with self._opened() as handle:
+            write_all_or_nothing(handle, self._waiting)
+            self._waiting = b""
+            if durable:
+                os.fsync(handle)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
         self._fence()
         handle = open_appended(self._path, self._mode)
         try:
             with naming(self._path):
-                write_all_or_nothing(handle, self._waiting)
-                self._waiting = b""
-                if durable:
-                    os.fsync(handle)
+                yield handle
         finally:
             os.close(handle)

@@ -105,9 +105,20 @@ def clear_abandoned(base: str = SHARED_MEMORY, prefix: str = PREFIX) -> list[str
     of other users and locked directories are not touched."""
     cleared = []
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(base):
-            if name.startswith(prefix) and _clear(os.path.join(base, name)):
-                cleared.append(os.path.join(base, name))
+        for path in [os.path.join(base, name) for name in os.listdir(base) if name.startswith(prefix)]:
+            try:
+                handle = os.open(path, _OPEN_DIRECTORY)
+            except OSError:  # a link, a file, a directory of another user, or already removed
+                continue
+            try:
+                if os.fstat(handle).st_uid == os.geteuid():
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                    cleared.append(path)
+            except BlockingIOError:  # the process of the directory is alive
+                pass
+            finally:
+                os.close(handle)
     return cleared
 
 
@@ -189,20 +200,3 @@ def _lock_new(path: str, kind: int = fcntl.LOCK_EX) -> int | None:
             return handle
     os.close(handle)
     return None
-
-
-def _clear(path: str) -> bool:
-    try:
-        handle = os.open(path, _OPEN_DIRECTORY)
-    except OSError:  # a link, a file, a directory of another user, or already removed
-        return False
-    try:
-        if os.fstat(handle).st_uid != os.geteuid():
-            return False
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-        return True
-    except BlockingIOError:  # the process of the directory is alive
-        return False
-    finally:
-        os.close(handle)

@@ -16,8 +16,8 @@ from trainer.files.documents import is_count, mismatch, parse_object
 from trainer.files.hf_hub import first_line
 from trainer.import_utils import user_code
 from trainer.process import time_limits
-from trainer.process.deadline import deadline
 from trainer.process.startup import importing
+from trainer.process.watchdog import deadline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -87,7 +87,8 @@ class Signals:
         self._last_s = 0.0
         self._is_listening = False
         self.moment = "starting"
-        """What the job does: `starting`, `training`, `restarting` or `ending`."""
+        """What the job does: `starting`, `training`, `restarting` or `ending`. From a restart until the next step
+        begins, a signal ends the run without a save."""
 
     def listen(self) -> None:
         """Record the signals until the process exits. An entry point calls this before it imports other modules. No
@@ -186,14 +187,6 @@ class Signals:
         finally:
             self.moment = "ending"
             self._handled = max(self._handled, min(self.count, 1))  # the training loop has handled the first signal
-
-    def starting(self) -> None:
-        """Record that the next run of this process starts: the last step of a warm start is none of its steps."""
-        self.moment = "starting"
-
-    def restarting(self) -> None:
-        """Record that training is interrupted: until the next step begins, a signal ends the run without a save."""
-        self.moment = "restarting"
 
     def check(self, is_progress: bool = True) -> None:
         """Raise the exception that a signal requests, once. A safe point. On other threads it is only counted. Without

@@ -65,7 +65,9 @@ class Tracer:
     def add(self, name: str, start: float, end: float, row: str = "", process: str = "", **details: Any) -> None:
         """Record a span that was measured with `time.monotonic`."""
         if self.is_on:
-            self._spans.append(Span(process, row or _row_of_thread(), name, start, end, details))
+            is_main = threading.current_thread() is threading.main_thread()
+            row = row or getattr(_THREAD, "row", "") or (MAIN if is_main else "threads*")
+            self._spans.append(Span(process, row, name, start, end, details))
 
     def take(self) -> list[Span]:
         """Return the spans since the last call."""
@@ -87,11 +89,6 @@ class Tracer:
 
 
 TRACER = Tracer()
-
-
-def _row_of_thread() -> str:
-    row = getattr(_THREAD, "row", "")
-    return row or (MAIN if threading.current_thread() is threading.main_thread() else "threads*")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -14,7 +15,6 @@ from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import read_file
 from trainer.files.documents import is_number, parse_object
 from trainer.files.redaction import redact
-from trainer.rewards.parsing import Terms
 from trainer.rewards.terms import Result
 
 CACHE_FILE = "rewards.jsonl"
@@ -54,15 +54,9 @@ class RewardCache:
     def _load(self) -> dict[str, Result]:
         if self._known is None:
             self._fence()
-            lines = read_file(self._path).splitlines() if os.path.exists(self._path) else []
-            self._known = dict(filter(None, map(_read_line, lines)))
+            self._known = {}
+            for line in read_file(self._path).splitlines() if os.path.exists(self._path) else []:
+                with contextlib.suppress(ValueError):  # the line is damaged
+                    answer = parse_object(line, {"key": str, "rewards": [{str: is_number}]})
+                    self._known[answer["key"]] = answer["rewards"]
         return self._known
-
-
-def _read_line(line: bytes) -> tuple[str, list[Terms | str]] | None:
-    """Return key and result; None if the line is damaged."""
-    try:
-        document = parse_object(line, {"key": str, "rewards": [{str: is_number}]})
-    except ValueError:
-        return None
-    return document["key"], document["rewards"]

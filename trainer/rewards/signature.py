@@ -53,7 +53,9 @@ def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [p.name for p in required if p.name not in known]
     first_two = [p.name for p in slots[:2]]
-    positional = bool(unknown) and _are_completion_and_answer(first_two, known) and set(unknown) <= set(first_two)
+    # Their names leave open that they are completion and answer.
+    are_open = all(name == meant or name not in known for name, meant in zip(first_two, _OF_ONE, strict=False))
+    positional = bool(unknown) and len(first_two) == 2 and are_open and set(unknown) <= set(first_two)
     if unknown and not positional:
         raise UserError(
             f"{key}: the function asks for {', '.join(unknown)}, which no reward gets; {_VALID}. A column of the data "
@@ -67,11 +69,3 @@ def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     if positional:
         names = {name: None for name in names if name not in ("completion", "answer")}
     return RewardSignature(tuple(names), positional, is_async)
-
-
-def _are_completion_and_answer(first_two: list[str], known: list[str]) -> bool:
-    """Whether the names of the first two parameters leave open that they are completion and answer."""
-    if len(first_two) < 2:
-        return False
-    first, second = first_two
-    return (first == "completion" or first not in known) and (second == "answer" or second not in known)

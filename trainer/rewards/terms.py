@@ -48,51 +48,37 @@ class RewardFunction:
 
     def calls(self, inputs: Sequence[RewardInput], n: int) -> list[Call]:
         """Return the calls that score `inputs`, of which `n` after one another are a group."""
-        size = n if self.signature.grouped else 1
-        return [
-            Call(tuple(range(start, start + size)), self._given(inputs[start : start + size]))
-            for start in range(0, len(inputs), size)
-        ]
-
-    def _given(self, inputs: Sequence[RewardInput]) -> dict[str, Any]:
-        first, names = inputs[0], self.signature.wanted
-        if not self.signature.grouped:
-            return {name: getattr(first, name) for name in names}
-        group = {
-            "completions": [item.completion for item in inputs],
-            "messages": [item.messages for item in inputs],
-            "status": [item.status for item in inputs],
-        }
-        return {name: group[name] if name in group else getattr(first, name) for name in names}
+        size, calls = n if self.signature.grouped else 1, []
+        for start in range(0, len(inputs), size):
+            some, group = inputs[start : start + size], {}
+            if self.signature.grouped:
+                names = {"completions": "completion", "messages": "messages", "status": "status"}
+                group = {name: [getattr(item, one) for item in some] for name, one in names.items()}
+            wanted = self.signature.wanted
+            given = {name: group[name] if name in group else getattr(some[0], name) for name in wanted}
+            calls.append(Call(tuple(range(start, start + size)), given))
+        return calls
 
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
     """Return the rewards of the config. UserError: one of them does not exist, or wants what no reward gets."""
-    names = config.names()
-    weights = config.weights or [1.0] * len(names)
-    labels = _labels(names)
-    return [_reward_function(config, *item) for item in zip(names, labels, weights, strict=True)]
-
-
-def _reward_function(config: RewardConfig, name: str, label: str, weight: float) -> RewardFunction:
-    if name == REMOTE:
-        from trainer.rewards.remote import RemoteReward
-
-        if config.authorization_env and not os.environ.get(config.authorization_env, "").strip():
-            raise UserError(
-                f"reward.authorization_env={config.authorization_env}: the environment has no such variable; set it to "
-                "the value of the header Authorization"
-            )
-        return RewardFunction(name, label, weight, RemoteReward.signature, COMPLETIONS_PER_REQUEST)
-    return RewardFunction(name, label, weight, signature_of(resolve(name), f"reward.name={name}"))
-
-
-def _labels(names: Sequence[str]) -> list[str]:
-    """Return the names of the functions, without their modules where that is clear."""
+    names, functions = config.names(), []
     short = [name.replace(":", ".").rpartition(".")[2] for name in names]
-    return [
-        label if short.count(label) == 1 else name.replace(":", ".") for label, name in zip(short, names, strict=True)
-    ]
+    for name, last, weight in zip(names, short, config.weights or [1.0] * len(names), strict=True):
+        label = last if short.count(last) == 1 else name.replace(":", ".")  # without the module where that is clear
+        if name == REMOTE:
+            from trainer.rewards.remote import RemoteReward
+
+            if config.authorization_env and not os.environ.get(config.authorization_env, "").strip():
+                raise UserError(
+                    f"reward.authorization_env={config.authorization_env}: the environment has no such variable; set "
+                    "it to the value of the header Authorization"
+                )
+            functions.append(RewardFunction(name, label, weight, RemoteReward.signature, COMPLETIONS_PER_REQUEST))
+        else:
+            signature = signature_of(resolve(name), f"reward.name={name}")
+            functions.append(RewardFunction(name, label, weight, signature))
+    return functions
 
 
 Result = list[Terms | str]

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.rewards.functions import REMOTE, REWARDS, resolve
 from trainer.rewards.parsing import Terms, read_value, read_values
-from trainer.rewards.signature import RewardSignature, signature_of
+from trainer.rewards.signature import signature_of
 from trainer.sandbox.worker import Handler, line_of
 
 Results = list[list[Terms | str]]
@@ -24,10 +24,18 @@ class _Reward:
     def compute(self, calls: list[dict[str, Any]]) -> Any:
         (given,) = calls
         value = self.signature.call(self._function, given)
-        return self._wait(value, given) if self.signature.is_async else [_read(value, self.signature, given)]
 
-    async def _wait(self, value: Any, given: dict[str, Any]) -> Results:
-        return [_read(await value, self.signature, given)]
+        async def wait() -> Results:
+            return [self._read(await value, given)]
+
+        return wait() if self.signature.is_async else [self._read(value, given)]
+
+    def _read(self, value: Any, given: dict[str, Any]) -> list[Terms | str]:
+        if self.signature.grouped:
+            return read_values(value, len(given["completions"]))
+        if inspect.iscoroutine(value):
+            value.close()  # or Python warns that it was never awaited
+        return [read_value(value)]
 
     def line_of(self, error: BaseException) -> str:
         file = getattr(getattr(inspect.unwrap(self._function), "__code__", None), "co_filename", None)
@@ -66,11 +74,3 @@ def _load(name: str, timeout_s: float, remote: dict[str, Any]) -> Any:
     elif name in REWARDS:  # `math` imports more at its first call
         function("0", "1")
     return _Reward(name, function, timeout_s)
-
-
-def _read(value: Any, signature: RewardSignature, given: dict[str, Any]) -> list[Terms | str]:
-    if signature.grouped:
-        return read_values(value, len(given["completions"]))
-    if inspect.iscoroutine(value):
-        value.close()  # or Python warns that it was never awaited
-    return [read_value(value)]

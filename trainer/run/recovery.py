@@ -63,7 +63,7 @@ class Recovery:
                 is_loaded = True
                 return train()
             except Exception as error:
-                SIGNALS.restarting()
+                SIGNALS.moment = "restarting"
                 self.accept(error, saves.last_good, is_loaded)
                 begin = partial(restart, error)
             except Stopped as reason:

@@ -339,8 +339,7 @@ class WorkerPool:
             call.answer.set_result(outcome)
 
     def _too_slow(self, call: Call) -> str:
-        key, limit_s = call.limit or self._limit
-        return f"took longer than {key}={limit_s:g}"
+        return "took longer than {}={:g}".format(*(call.limit or self._limit))
 
     async def _watch(self) -> None:
         """End processes that take too long. Time in which the whole job was stopped by a signal does not count."""

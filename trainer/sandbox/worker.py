@@ -124,7 +124,15 @@ class UserThreads:
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what the function returns, or what the awaitable gives that it returns."""
-        thread = self._pool.submit(_outcome, function, arguments)
+
+        def call() -> tuple[Any, BaseException | None]:
+            """Return the value of the call and what it has raised: a future cannot hold a StopIteration."""
+            try:
+                return function(*arguments), None
+            except BaseException as raised:  # whatever user code raises
+                return None, raised
+
+        thread = self._pool.submit(call)
         try:
             value, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
@@ -135,14 +143,6 @@ class UserThreads:
         if error is not None:
             raise error
         return await value if inspect.isawaitable(value) else value
-
-
-def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    """Return the value of a call and what it has raised: a future cannot hold a StopIteration."""
-    try:
-        return function(*arguments), None
-    except BaseException as raised:  # whatever user code raises
-        return None, raised
 
 
 def serve(pipe: Connection, handler: str, arguments: Sequence[Any]) -> NoReturn:
@@ -184,13 +184,11 @@ class _Server:
             elif self._handler.is_async(call):
                 self._under_way[number] = self._loop.create_task(self._answer_later(number, call))
             else:
-                self._answer(number, self._compute(call))
-
-    def _compute(self, call: list[Any]) -> dict[str, Any]:
-        try:
-            return {"value": self._handler.compute(call)}
-        except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
-            return {"raised": self._handler.describe(error, call)}
+                try:
+                    result = {"value": self._handler.compute(call)}
+                except BaseException as error:  # also KeyboardInterrupt, SystemExit: whatever user code raises
+                    result = {"raised": self._handler.describe(error, call)}
+                self._answer(number, result)
 
     async def _answer_later(self, number: int, call: list[Any]) -> None:
         clock = CallClock(

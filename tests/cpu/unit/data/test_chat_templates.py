@@ -16,7 +16,7 @@ from trainer.data.datasets import render_text
 from trainer.errors import UserError
 from trainer.models.tokenizer import load_tokenizer, stop_token_ids
 from trainer.process import time_limits
-from trainer.process.deadline import deadline
+from trainer.process.watchdog import deadline
 
 FAILURES = [
     "{% if %}", "{{ undefined.x }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}", "{{ none() }}", "{{ messages + 1 }}",
