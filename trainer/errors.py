@@ -51,10 +51,8 @@ class WorkerError(RuntimeError):
 class FailureSource:
     """The process of the job that raised an exception, or whose death the exception reports."""
 
-    name: str
-    """Role and index, such as `rank 1`."""
-    node: str = ""
-    """Address of its machine, or empty if it is not known."""
+    name: str  # role and index, such as `rank 1`
+    node: str = ""  # address of its machine, or empty if it is not known
 
     @property
     def role(self) -> str:
@@ -181,8 +179,7 @@ _MAX_SUGGESTIONS = 3
 _MIN_SIMILARITY = 0.75
 """Least similarity of a suggestion, where 1 is equality. Names below it have little to do with the wrong name."""
 
-_MARGIN = 0.1
-"""A name is suggested only if its similarity is at most this much below the best one."""
+_MARGIN = 0.1  # a name is suggested only if its similarity is at most this much below the best one
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:

@@ -283,8 +283,7 @@ class S3Client(ObstoreClient):
         session = boto3.Session()
         if session.get_credentials() is None:
             raise StoreError("no credentials for S3 are where AWS's own tools look for them")
-        self.api = session.client("s3")
-        """botocore's client: its endpoint and its region are used."""
+        self.api = session.client("s3")  # botocore's client: its endpoint and its region are used
         self._credentials = Boto3CredentialProvider(session)
 
     def open(self, bucket: str) -> ObjectStore:

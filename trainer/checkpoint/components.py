@@ -39,8 +39,7 @@ _OF_RANKS = ("weights", "optimizer", "rng")
 class Restore:
     """The kinds of state that a resume restores from its checkpoint."""
 
-    kinds: frozenset[str] = frozenset(LOAD_COMPONENTS)
-    """A subset of `LOAD_COMPONENTS`."""
+    kinds: frozenset[str] = frozenset(LOAD_COMPONENTS)  # a subset of `LOAD_COMPONENTS`
     fork: bool = False
     """The checkpoint belongs to another run."""
     added_steps: Mapping[str, int] = field(default_factory=dict)
@@ -69,15 +68,13 @@ class Component:
     """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
     writes files to the staging area, or waits for the processes that write them, and returns the entries of the
     durable, hashed files."""
-    load: Load = _LOAD_NOTHING
-    """Restores the state."""
+    load: Load = _LOAD_NOTHING  # restores the state
     kinds: Collection[str] = ("state",)
     """The kinds of state that it holds, of `LOAD_COMPONENTS`: it is restored if a resume restores one of them, and then
     the checkpoint must have it. Empty: no resume restores it."""
     if_missing: str | None = None
     """What the log says of a checkpoint without it, which is then accepted. None: such a checkpoint is refused."""
-    is_large: bool = False
-    """Restored last, and only if every other component accepts its state."""
+    is_large: bool = False  # restored last, and only if every other component accepts its state
 
 
 def files_component(
@@ -187,8 +184,7 @@ WEIGHTS_FILE = "start_weights.json"
 FILES_FILE = "start_files.json"
 _FILES: dict[Any, Shape] = {"files": {str: dict}, "revisions": {str: str}}
 _TEMPLATE = "model.chat_template"
-_SMALL_MODEL_BYTES = 1 << 30
-"""Models up to this size are read in about a second."""
+_SMALL_MODEL_BYTES = 1 << 30  # models up to this size are read in about a second
 _SAME_EMBEDDED = "give data and model.tiny.start_accuracy as in that run, so that the built-in model is the same"
 
 

@@ -22,8 +22,7 @@ from trainer.process.signals import SIGNALS
 from trainer.process.watchdog import ends_within
 
 LOG = logging.getLogger(__name__)
-_REMOVING_S = 0.01
-"""Pause before the next try while the last owner removes the directory."""
+_REMOVING_S = 0.01  # pause before the next try while the last owner removes the directory
 
 NAME = ".lock"
 OWNER: dict[Any, Shape] = {

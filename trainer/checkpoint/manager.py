@@ -41,8 +41,7 @@ from trainer.process.tracing import TRACER
 
 LOG = logging.getLogger(__name__)
 
-SAVES = "saves"
-"""The row of saves in the timeline."""
+SAVES = "saves"  # the row of saves in the timeline
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class SaveResult:
 
     step: int
     path: str
-    seconds: float
-    """Seconds from begin to commit or failure."""
+    seconds: float  # seconds from begin to commit or failure
     bytes: int = 0
     error: str | None = None
 
@@ -307,14 +305,8 @@ class CheckpointManager:
         return None
 
     def load(self, checkpoint: Checkpoint, components: Sequence[Component], restore: Restore | None = None) -> None:
-        """Restore these components from a checkpoint.
-
-        Args:
-            restore: the kinds of state to restore; None: all.
-
-        Raises:
-            UserError: the checkpoint lacks a component, or components of it cannot be used.
-        """
+        """Restore these components from a checkpoint. `restore`: the kinds of state to restore; None: all. UserError:
+        the checkpoint lacks a component, or components of it cannot be used."""
         saved = checkpoint.manifest["parts"]
         missing = [component.name for component in components if component.name not in saved]
         if missing:

@@ -25,15 +25,13 @@ from trainer.files.atomic_io import digest_bytes, digest_file, is_unrelated_to_c
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 
 MANIFEST = "manifest.json"
-LATEST = "latest_ckpt_global_step.txt"
-"""A file in the directory of checkpoints, for people and tools."""
+LATEST = "latest_ckpt_global_step.txt"  # a file in the directory of checkpoints, for people and tools
 _STEP_DIRECTORY = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 FOLDER = "files-"
 """How the name of a folder begins that holds the files of a checkpoint in an object store."""
 _READ_BYTES = 32 << 20
 _CHUNK_BYTES = 8 << 20
-Fields = dict[str, Any]
-"""The fields of a manifest, of which `files` has a dict for each `FileEntry`."""
+Fields = dict[str, Any]  # the fields of a manifest, of which `files` has a dict for each `FileEntry`
 FORMAT_VERSION = 2
 VERIFY = ("hash", "unsharded", "size")
 """What a check of the files of a checkpoint compares: sizes and contents; the same, except contents of shards, which
@@ -287,8 +285,7 @@ _OTHER_FIELDS: dict[Any, Shape] = {
     "folder": lambda name: _is_path(name) and "/" not in name and name not in (".", ".."),
     "accepted": [str],
 }
-OPTIONAL_FIELDS = _RUN_FIELDS | _OTHER_FIELDS
-"""The shapes of the fields that a manifest may have."""
+OPTIONAL_FIELDS = _RUN_FIELDS | _OTHER_FIELDS  # the shapes of the fields that a manifest may have
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
@@ -337,14 +334,8 @@ def read(path: str) -> Checkpoint:
 def read_object(
     checkpoint: Checkpoint, name: str, shape: ObjectShape | None = None, missing_ok: bool = False
 ) -> dict[str, Any]:
-    """Return the JSON object in the file `name` of a checkpoint.
-
-    Args:
-        missing_ok: return an empty object if the manifest does not name the file.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, is not JSON, or does not have the `shape`.
-    """
+    """Return the JSON object in the file `name` of a checkpoint. `missing_ok`: return an empty object if the manifest
+    does not name the file. CorruptCheckpointError: the file is missing, is not JSON, or does not have the `shape`."""
     if missing_ok and all(entry.path != name for entry in checkpoint.entries):
         return {}
     with reading(checkpoint.path, name):
@@ -352,14 +343,8 @@ def read_object(
 
 
 def verify(path: str, level: str = "hash") -> Checkpoint:
-    """Read the manifest of the checkpoint at `path`, and check the files that it names.
-
-    Args:
-        level: of `VERIFY`.
-
-    Raises:
-        CorruptCheckpointError: names the first file that is missing, is outside of the checkpoint, or differs.
-    """
+    """Read the manifest of the checkpoint at `path`, and check the files that it names. `level`: of `VERIFY`.
+    CorruptCheckpointError: names the first file that is missing, is outside of the checkpoint, or differs."""
     checkpoint = read(path)
     check_files(checkpoint, level)
     return checkpoint

@@ -32,10 +32,8 @@ from trainer.files.uris import is_url
 T = TypeVar("T")
 
 _GUARD_ATTEMPTS = 10
-JOURNAL = ".journal"
-"""The directory of the records of rollouts."""
-TURNS = ".turns"
-"""The end of a file with turns of episodes; one of whole episodes ends with `.arrow`."""
+JOURNAL = ".journal"  # the directory of the records of rollouts
+TURNS = ".turns"  # the end of a file with turns of episodes; one of whole episodes ends with `.arrow`
 _RECORDS = re.compile(r"step_(0|[1-9][0-9]{0,17})-([1-9][0-9]{0,18})-[0-9a-f]{32}\.(?:arrow|turns)")
 
 
@@ -50,8 +48,7 @@ class Storage(Protocol):
     missing. A prefix needs no `make`, and always `exists`.
     """
 
-    root: str
-    """An absolute path or a URL, without a slash at its end."""
+    root: str  # an absolute path or a URL, without a slash at its end
     disk: LocalStorage | None
     """The storage itself, if it is a disk, which knows directories, links and renames; None: it is none."""
 

@@ -31,8 +31,7 @@ from trainer.process.failpoints import failpoint
 
 _STAGING, _TOMBSTONE, _ARCHIVED, _PROBE, _RECORD = ".writing-", ".deleting-", ".aside-", ".probe-", ".record"
 _ASIDE = ".aside"
-BOOKKEEPING = (".lock", _RECORD, JOURNAL)
-"""What a store keeps for itself: names, by their beginning."""
+BOOKKEEPING = (".lock", _RECORD, JOURNAL)  # what a store keeps for itself: names, by their beginning
 _RESERVATION = re.compile(FOLDER.encode() + rb"[0-9a-f]{16}")  # see `_new_folder`
 _RESERVATION_BYTES = len(FOLDER) + 16
 _PARALLEL = 16
@@ -53,8 +52,7 @@ class CheckpointStore:
         self.root = storage.root
         self.keeps_record = storage.disk is None
         """Whether checkpoints hold the files of the run directory, because the disk of the driver may be lost."""
-        self.tiers: list[CheckpointStore] = [self]
-        """The stores that this one consists of."""
+        self.tiers: list[CheckpointStore] = [self]  # the stores that this one consists of
 
     def locks(self, lease_s: float, name: str, remedy: str) -> list[RunLock]:
         """Return the locks of the storage, not yet taken."""
@@ -442,12 +440,8 @@ class StorageProbe:
             config.set_conf_env(config.conf)
 
     def problem(self, driver: str, lock: bytes) -> tuple[str, str]:
-        """Return the name of this machine, and why checkpoints cannot be written from it; empty if they can.
-
-        Args:
-            driver: the name of the driver's machine.
-            lock: the content of the lock that the driver holds there.
-        """
+        """Return the name of this machine, and why checkpoints cannot be written from it; empty if they can. `driver`:
+        the name of the driver's machine. `lock`: the content of the lock that the driver holds there."""
         host, problem = socket.gethostname(), ""
         if host == driver:
             return host, ""
@@ -481,13 +475,7 @@ def give_access(roots: Collection[str | None], ranks: Ranks) -> None:
 
 def check_access(key: str, root: str, ranks: Ranks) -> None:
     """Check that checkpoints can be written from all machines with ranks. This process must hold the lock of `root`.
-
-    Args:
-        key: the config key that names `root`.
-
-    Raises:
-        UserError: from some they cannot.
-    """
+    `key`: the config key that names `root`. UserError: from some they cannot."""
     probe = StorageProbe(absolute(root))  # ranks on other machines have another working directory
     storage, lock = open_storage(root), b""
     if is_disk := storage.disk is not None:

@@ -49,8 +49,7 @@ from trainer.files.hf_hub import first_line
 from trainer.models.weight_deltas import bits_of
 
 _PARALLEL = 16
-_HEAD_BYTES = 2048
-"""Of a saved tensor; its values begin before."""
+_HEAD_BYTES = 2048  # of a saved tensor; its values begin before
 _ENTRY = b"PK\3\4"
 _Buffer = bytearray | memoryview
 

@@ -87,12 +87,8 @@ class AppendedFile:
                     LOG.warning(text, self._path, error.strerror)
 
     def sync(self) -> None:
-        """Write the lines that wait, and wait until all lines are on the disk.
-
-        Raises:
-            OSError: the file cannot be written. The lines still wait.
-            UserError: this process no longer holds the run directory.
-        """
+        """Write the lines that wait, and wait until all lines are on the disk. OSError: the file cannot be written. The
+        lines still wait. UserError: this process no longer holds the run directory."""
         with self._lock:
             if self._waiting or os.path.exists(self._path):
                 self._write(durable=True)

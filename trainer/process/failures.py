@@ -34,8 +34,7 @@ INFRASTRUCTURE = "infrastructure"
 """The machines failed. The same step succeeds on another machine or later."""
 JOB = "job"
 """The run itself may be at fault. The same step may fail again."""
-PREEMPTION = "pre-emption"
-"""A user or a scheduler requested the stop."""
+PREEMPTION = "pre-emption"  # a user or a scheduler requested the stop
 
 _CAUSES = {
     "killed": (INFRASTRUCTURE, "killed process"),
@@ -81,12 +80,10 @@ _TEXTS = (
 class GpuError:
     """A GPU error that a text reports."""
 
-    is_broken: bool
-    """The GPU does not recover by itself: its node should be drained."""
+    is_broken: bool  # the GPU does not recover by itself: its node should be drained
     is_of_machine: bool
     """True: the machine caused it. False: the program caused it."""
-    cause: str
-    """A short description, such as `GPU error`."""
+    cause: str  # a short description, such as `GPU error`
 
 
 def gpu_error_in(text: str) -> GpuError | None:
@@ -145,12 +142,10 @@ def can_recover(error: Exception) -> bool:
 class Decision:
     """What to do after a failure."""
 
-    delay_s: float = 0.0
-    """Seconds to wait before the restart."""
+    delay_s: float = 0.0  # seconds to wait before the restart
     refusal: str = ""
     """Why there is no restart. Empty: restart."""
-    repeated: bool = False
-    """The run itself is at fault: its step failed again in the same way."""
+    repeated: bool = False  # the run itself is at fault: its step failed again in the same way
 
 
 @dataclass(frozen=True)
@@ -160,12 +155,10 @@ class Restarts:
 
     limit: int
     window_s: float
-    times: tuple[float, ...] = ()
-    """Those within the window at the last decision."""
+    times: tuple[float, ...] = ()  # those within the window at the last decision
     faults: frozenset[tuple[int, str]] = frozenset()
     """Steps and causes of the failures of the class `JOB` after which processes were restarted."""
-    count: int = 0
-    """Restarts so far."""
+    count: int = 0  # restarts so far
 
 
 def decide(restarts: Restarts, error: Exception, step: int, now: float) -> tuple[Decision, Restarts]:
@@ -196,22 +189,16 @@ INCIDENTS_FILE = "incidents.jsonl"
 class Incident:
     """One incident. Its fields are those of a line of `incidents.jsonl`."""
 
-    step: int
-    """The step during which it happened."""
-    role: str
-    """Role of the process: `driver`, `rank`, `engine`, `environment`, `reward`."""
-    name: str
-    """Name of the process, such as `rank 1`."""
+    step: int  # the step during which it happened
+    role: str  # role of the process: `driver`, `rank`, `engine`, `environment`, `reward`
+    name: str  # name of the process, such as `rank 1`
     node: str
     kind: str
     """Failure class: `INFRASTRUCTURE`, `JOB` or `PREEMPTION`. In the file it is called `class`."""
     cause: str
-    action: str
-    """The reaction of the job: `restarted the ranks`, `ended`, …"""
-    cost_s: float
-    """Lost training time in seconds: waiting, and steps that are trained again."""
-    text: str
-    """A message of one sentence."""
+    action: str  # the reaction of the job: `restarted the ranks`, `ended`, …
+    cost_s: float  # lost training time in seconds: waiting, and steps that are trained again
+    text: str  # a message of one sentence
     time: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     """End of the action, in ISO 8601."""
 
@@ -232,8 +219,7 @@ class IncidentLog:
 
     def __init__(self) -> None:
         self._file: AppendedFile | None = None
-        self.step = 0
-        """The current step, for packages that do not know it."""
+        self.step = 0  # the current step, for packages that do not know it
 
     def open(self, run_dir: str, fence: Callable[[], None] = lambda: None) -> None:
         """Append to the file in `run_dir`. `fence` raises when this process no longer holds the run directory."""

@@ -26,8 +26,7 @@ from trainer.files.appended import open_appended, write_all_or_nothing
 from trainer.files.redaction import redact_text
 from trainer.process.signals import open_standard_streams
 
-_JOINERS = "\u200c\u200d"
-"""Characters of the spelling of Persian and Indic words, and of emoji."""
+_JOINERS = "\u200c\u200d"  # characters of the spelling of Persian and Indic words, and of emoji
 
 
 def escape(text: str, lines: bool = True) -> str:

@@ -29,8 +29,7 @@ _SHORTEST_TOKEN = 16
 STATUS, SCORE, VOCABULARY = "/trainer/status", "/trainer/score", "/trainer/vocabulary"
 LOGPROBS, SCORES = "logprobs", "scores"
 """What a server computes: log-probs of tokens (a language model), or one score of a sequence (a reward model)."""
-MOST_TOP_K = 256
-"""Likeliest tokens that a server gives at most for each token."""
+MOST_TOP_K = 256  # likeliest tokens that a server gives at most for each token
 _SEQUENCES, _REQUESTS = 16, 4
 """Sequences in a request, and requests that run at the same time."""
 _PASSING = (408, 425, 429)
@@ -193,5 +192,4 @@ class ModelServer:
         return UserError(f"{self.key}={self.url}: {problem}")
 
 
-model_server = functools.cache(ModelServer)
-"""Returns the server at an address, one for each process."""
+model_server = functools.cache(ModelServer)  # returns the server at an address, one for each process

@@ -51,8 +51,7 @@ class Progress(NamedTuple):
 
     status: str
     """`starting`, `training`, `restarting`, `ending`, or `stalled`: then the job is about to end itself."""
-    age_s: float
-    """Seconds since the driver last made progress."""
+    age_s: float  # seconds since the driver last made progress
     limit_s: float | None = None
     """The age from which the job counts as stalled; None: no limit holds now."""
 
@@ -63,10 +62,8 @@ class Signals:
     def __init__(self) -> None:
         self.safe_points = 0
         """Number of safe points that the main thread has passed. If it does not change, the main thread may hang."""
-        self.is_waiting = False
-        """Whether the main thread is in a `waiting` block."""
-        self.trains = True
-        """Whether this process trains a run, which the same command continues."""
+        self.is_waiting = False  # whether the main thread is in a `waiting` block
+        self.trains = True  # whether this process trains a run, which the same command continues
         self._passed_behind = 0  # safe points of other threads
         self._seen_behind = 0  # the same at the last `check_behind`
         self._deferred = 0
@@ -77,12 +74,10 @@ class Signals:
 
     def _forget(self) -> None:
         """Begin without a signal: what the signals of a run have set must not reach the next run of this process."""
-        self.first: str | None = None
-        """Name of the first signal, or None if no signal has arrived."""
+        self.first: str | None = None  # name of the first signal, or None if no signal has arrived
         self.raised: BaseException | None = None
         """The exception that a signal has raised. It is raised only once, so later signals do not disturb the exit."""
-        self.count = 0
-        """Number of signals so far."""
+        self.count = 0  # number of signals so far
         self._handled = 0  # number of signals that the training loop has handled
         self._last_s = 0.0
         self._is_listening = False

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from trainer.process.signals import SIGNALS
 from trainer.process.tracing import TRACER
 
-DISPLAY_THREAD = "start-up display"
-"""Name of the thread that shows the stages."""
+DISPLAY_THREAD = "start-up display"  # name of the thread that shows the stages
 _running: tuple[tuple[str, float], ...] = ()  # names and start times, outermost first
 
 

@@ -60,8 +60,7 @@ JOURNAL_FLUSH_S = 0.5
 JOURNAL_CLOSE_S = 5.0  # longest wait at the end for deletions of records that are under way
 JOURNAL_WAIT_S = 60.0
 """Longest wait for one more file of finished rollouts. After that they are not recorded until a later try."""
-JOURNAL_RETRY_S = 60.0
-"""From the time rollouts cannot be recorded until the next try, at least."""
+JOURNAL_RETRY_S = 60.0  # from the time rollouts cannot be recorded until the next try, at least
 STORAGE_RETRY_S = 60.0  # no further attempt of a request to an object store begins after this time
 STORAGE_LONGEST_BACKOFF_S = 10.0  # longest wait between two attempts of such a request
 LOCK_RELEASE_S = 10.0  # longest wait at the end until the storage has taken the release of a lock

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 DRIVER, MAIN = "driver", "main"
 """The process and the row of spans that name no other."""
-OVERLAPPING = "calls*"
-"""A row of calls that may overlap."""
+OVERLAPPING = "calls*"  # a row of calls that may overlap
 WANTED = "_trainer_spans"
 """A call with this argument asks for the spans of its worker. No method of a worker has an argument of this name."""
 _MOST_SPANS = 100_000  # kept by a process that nobody asks; the oldest are dropped
@@ -37,8 +36,7 @@ class Span(NamedTuple):
     row: str
     """Spans of a row follow one another or nest. With `*` at the end they may overlap, and take several rows."""
     name: str
-    start: float
-    """Seconds of the driver's monotonic clock; in another process, of its own."""
+    start: float  # seconds of the driver's monotonic clock; in another process, of its own
     end: float
     details: Mapping[str, Any]
 
@@ -97,8 +95,7 @@ class Answer:
 
     result: Any
     spans: list[Span]
-    boot_time: float
-    """The time of day, in seconds, at which the monotonic clock of the worker was 0."""
+    boot_time: float  # the time of day, in seconds, at which the monotonic clock of the worker was 0
 
 
 def boot_time() -> float:

@@ -30,8 +30,7 @@ class StallDetector:
         self._rpc_s = rpc_s
         self._safe_points = -1
         self._waits = False
-        self.pause_s = 0.0
-        """Length of the current pause, in seconds."""
+        self.pause_s = 0.0  # length of the current pause, in seconds
 
     def update(self, seconds: float, safe_points: int, is_waiting: bool) -> bool:
         """Add `seconds` to the current pause. Return whether the driver hangs. It may wait for what takes long without

@@ -59,8 +59,7 @@ class RunDirectory:
         self._timeline = Timeline(t.run_dir, cfg.logger, self.check)
         self._revisions: dict[str, str] | None = None  # those that were pinned before
         self._checked = False  # that ranks can write checkpoints
-        self.on_commit: Callable[[], None] = lambda: None
-        """Called after each commit, on another thread."""
+        self.on_commit: Callable[[], None] = lambda: None  # called after each commit, on another thread
         self.on_full_disk: Callable[[], None] = lambda: None
         """Called after a save that found the disk of the run directory full, on another thread."""
         self.run_files = RunFiles(t.run_dir, store)

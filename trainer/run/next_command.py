@@ -12,8 +12,7 @@ from typing import Any
 from trainer.files.redaction import HIDDEN
 
 _JOBS = ("train", "sft", "dpo", "rm")
-PYTHON_RUN = "trainer.api.worker_main"
-"""The module of the process that `trainer.train` starts."""
+PYTHON_RUN = "trainer.api.worker_main"  # the module of the process that `trainer.train` starts
 PASSED_FUNCTIONS = "passed_functions"
 """The package of the functions that were passed to `trainer.train` by value."""
 _RESUME = "trainer.resume_mode"

@@ -40,8 +40,7 @@ class Recovery:
         self._delay_s = 0.0
         self._step = 0
         self._step_began = time.monotonic()
-        self.lost_s = 0.0
-        """Seconds of the finished steps that are trained again."""
+        self.lost_s = 0.0  # seconds of the finished steps that are trained again
 
     def run(
         self,
@@ -50,12 +49,8 @@ class Recovery:
         restart: Callable[[Exception], None],
         saves: Saves,
     ) -> None:
-        """Build the ranks and train. After a failure that new ranks may cure, restart them and train again.
-
-        Raises:
-            Stopped: the run was asked to stop.
-            Exception: what new ranks do not cure.
-        """
+        """Build the ranks and train. After a failure that new ranks may cure, restart them and train again. Stopped:
+        the run was asked to stop. Exception: what new ranks do not cure."""
         begin, is_loaded = build, False
         while True:
             try:

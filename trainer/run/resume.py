@@ -41,8 +41,7 @@ class Resume:
     checkpoint: Checkpoint
     restore: Restore
     """The kinds of state that are restored, and whether the resume is a fork of another run."""
-    same_rounding: bool
-    """The work is split as before, so replayed steps are equal to the last bit."""
+    same_rounding: bool  # the work is split as before, so replayed steps are equal to the last bit
     altered: bool
     """The config has changed so that replayed steps have other metrics than those that were logged."""
     is_copy: bool = False

@@ -39,8 +39,7 @@ PATTERNS = (
     "rollouts/step_*.jsonl",
     "validation/step_*.jsonl",
 )
-_PRIVATE = ("rewards.jsonl",)
-"""The files that only the user may read."""
+_PRIVATE = ("rewards.jsonl",)  # the files that only the user may read
 _MOST_PIECES = 64
 _PARALLEL = 16
 

@@ -94,15 +94,11 @@ def record_start(run_dir: str, cfg: Config, resumed_step: int | None = None) -> 
 class RecordedTask:
     """What a start records of its task: reports read it without the code of the run."""
 
-    name: str
-    """The value of `trainer.task`."""
+    name: str  # the value of `trainer.task`
     total_steps: int
-    best_metric: str
-    """The metric that steps are compared by."""
-    best_mode: str
-    """`max` or `min`."""
-    metrics: Mapping[str, Metric]
-    """The task's own metrics."""
+    best_metric: str  # the metric that steps are compared by
+    best_mode: str  # `max` or `min`
+    metrics: Mapping[str, Metric]  # the task's own metrics
 
     @classmethod
     def of(cls, cfg: Config) -> RecordedTask:

@@ -17,8 +17,7 @@ from trainer.process.signals import CONTINUES
 
 LOG = logging.getLogger(__name__)
 _LAST_TRIES = 4
-MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0
-"""What `auto` expects."""
+MEAN_TIME_BETWEEN_FAILURES_S = 4 * 3600.0  # what `auto` expects
 FAILURES_ALLOWED = 3
 """Saves in a row that may fail before the run stops. Until then training continues."""
 
@@ -46,15 +45,12 @@ class Saves:
     def restart(self) -> None:
         """Forget the saves: the run begins, or continues from its last commit."""
         self._failures = 0
-        self.failure = ""
-        """Why the last failed save failed."""
+        self.failure = ""  # why the last failed save failed
         self.last_good = ""
         """The newest checkpoint of the run that is committed and known to this object; empty: none."""
-        self.seconds = 0.0
-        """Seconds from begin to commit of the last save."""
+        self.seconds = 0.0  # seconds from begin to commit of the last save
         self._blocked_s: Counter[int] = Counter()  # by the steps of saves
-        self.begun: int | None = None
-        """The step of the newest save, unless it has failed."""
+        self.begun: int | None = None  # the step of the newest save, unless it has failed
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step`."""

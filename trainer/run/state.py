@@ -29,8 +29,7 @@ SHAPE_OF_STATE: dict[Any, Shape] = {
 class TrainerState:
     """The state of a run, besides its models and its position in the data."""
 
-    step: int = 0
-    """The last finished step."""
+    step: int = 0  # the last finished step
     prompts: int = 0
     samples: int = 0
     tokens: int = 0

@@ -112,12 +112,8 @@ class Calls:
         self.timeouts = 0  # calls that have taken too long, without those of sessions
 
     async def ask(self, call: Call) -> Any:
-        """Make a call; return what the handler returns. If this is cancelled, the call is ended, too.
-
-        Raises:
-            CallFailed, CallLost: see there.
-            WorkerError: the processes cannot start.
-        """
+        """Make a call; return what the handler returns. If this is cancelled, the call is ended, too. CallFailed,
+        CallLost: see there. WorkerError: the processes cannot start."""
         call.calls = self
         return await asyncio.wrap_future(self._pool.submit(call))
 
