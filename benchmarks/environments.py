@@ -30,6 +30,7 @@ from trainer.config import Config, EnvironmentConfig, RolloutConfig
 from trainer.data.datasets import Prompt
 from trainer.environments import Message, StepResult
 from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
+from trainer.environments.turns import EpisodeTurns
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
@@ -38,7 +39,6 @@ from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.models.tokenizer import load_tokenizer
 from trainer.sources.routes import episode_runner
-from trainer.sources.turns import EpisodeTurns
 
 _MEAN_LENGTH = 40
 _LONGEST = 400

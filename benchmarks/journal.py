@@ -34,14 +34,14 @@ from tests.support.token_engine import StoppingEngine
 from trainer.config import TASKS, Config
 from trainer.config.engines import EngineSpec
 from trainer.environments import Message, StepResult
+from trainer.environments.turns import EpisodeTurns, reply_name
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.sources import rollouts
-from trainer.sources.rollouts import GroupRecord
+from trainer.sources.rollouts import Group
 from trainer.sources.sampling import SamplingSource
-from trainer.sources.turns import EpisodeTurns, reply_name
 from trainer.tasks import Task, rl
 
 CPU_FILE = "cpu.jsonl"
@@ -126,14 +126,14 @@ class AlternatingTurns(Alternating):
     """Writes all finished episodes, and the turns of running ones in one step of two."""
 
     def _switch(self, is_on: bool) -> None:
-        GroupRecord.turns = _timed_turns if is_on else lambda record, index: Unrecorded()  # type: ignore[assignment]
+        Group.turns = _timed_turns if is_on else lambda record, index: Unrecorded()  # type: ignore[assignment]
         rollouts.reply_name = _timed(reply_name) if is_on else lambda turn, request: turn
 
 
-_record_turns = GroupRecord.turns
+_record_turns = Group.turns
 
 
-def _timed_turns(record: GroupRecord, index: int) -> EpisodeTurns:
+def _timed_turns(record: Group, index: int) -> EpisodeTurns:
     """Return the turns of an episode, whose calls add to the CPU time of the journal's threads."""
     turns = _record_turns(record, index)
     for name in ("add_reply", "add_answer", "recorded_answer"):

@@ -11,12 +11,17 @@ from typing import Any
 from tests.support.generation import SAMPLED
 from trainer.config import Config, EnvironmentConfig
 from trainer.data.datasets import Prompt
-from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, RolloutRequest
-from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.environments.episode_runner import (
+    EnvironmentPool,
+    EnvironmentRunner,
+    EpisodeRunner,
+    RolloutRequest,
+    Session,
+)
+from trainer.environments.turns import EpisodeTurns
 from trainer.episodes import Episode
 from trainer.generation.engine import Completion, Request
 from trainer.generation.event_loop import EventLoop, all_of
-from trainer.sources.turns import EpisodeTurns
 
 
 class Policy:

@@ -25,7 +25,7 @@ _STARTERS = {
     "trainer.cluster.ray_cluster:RayCluster",
     "trainer.cluster.ray_head:RayHead",
     "trainer.environments.episode_runner:EnvironmentRunner",
-    "trainer.environments.sessions:EnvironmentPool",
+    "trainer.environments.episode_runner:EnvironmentPool",
     "trainer.jobs:run_task",
     "trainer.rewards.scoring:RewardPool",
     "trainer.sandbox.pool:WorkerPool",

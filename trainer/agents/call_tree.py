@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -14,13 +15,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from trainer.agents.messages import ApiError, ChatMessage, read_reply
+from trainer.agents.messages import ApiError, ChatMessage, split_thoughts
 from trainer.agents.requests import ChatRequest
 from trainer.data.tokens import TextTooLong, reply_text
 from trainer.environments.base import Message
 from trainer.environments.conversation import Conversation, sample_of
 from trainer.environments.template_tools import TemplateTools
-from trainer.environments.tools import read_calls, with_tools
+from trainer.environments.tools import ToolCall, read_calls, split_calls, with_tools
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion
@@ -112,7 +113,8 @@ class CallTree:
         Raises:
             ApiError: the prompt is too long, or the chat template refuses it.
         """
-        histories = _digests(request)
+        begin = xxhash.xxh3_128_hexdigest((request.player + json.dumps(request.tools)).encode())
+        histories = [*itertools.accumulate(request.messages, _extend, initial=begin)][1:]  # up to each message
         parent, known = self._find(request.messages, histories)
         tokens = parent.token_ids if parent is not None else np.zeros(0, np.int32)
         try:
@@ -144,7 +146,7 @@ class CallTree:
         )
         said = turn.conversation.add_reply(turn.completion)
         turn.conversation.forget_tokens()
-        reply = read_reply(text, request.reads_calls)
+        reply = ChatMessage("assistant", *(split_calls(text) if request.reads_calls else (text,)))
         if request.reads_calls and said.get("tool_calls"):
             calls = read_calls(said)
             if calls is None:
@@ -211,15 +213,21 @@ class CallTree:
         """
         names_calls = self.reader is not None and bool(request.tools)
         messages = [one.message_with_calls if names_calls else one.message for one in request.messages]
-        if self.reader is not None:
-            messages = [_with_call_ids(*one) for one in zip(messages, request.messages, strict=True)]
         if parent is None:
             shown = with_tools(messages, request.tools) if request.tools else messages
             return Conversation(self.tokenizer, shown, self.limit, self.reader)
         conversation = parent.conversation.fork(tokens.tolist())
         added = messages[known:]
-        if self.reader is not None:
-            added = _with_ids_of(parent, request.messages[known - 1], added)
+        if self.reader is not None:  # answers of tools have the ids that the calls have in the conversation
+            calls = parent.conversation.messages[-1].get("tool_calls", [])
+            ids = {call_id(parent, number): call["id"] for number, call in enumerate(calls)}
+            # The agent may have sent the equal reply of another turn: then the answers have the ids of its calls.
+            sent = zip(request.messages[known - 1].calls, calls, strict=False)
+            ids |= {own.id: call["id"] for own, call in sent if own.id}
+            added = [
+                {**answer, "tool_call_id": ids[answer["tool_call_id"]]} if answer.get("tool_call_id") in ids else answer
+                for answer in added
+            ]
         if not conversation.add_messages(added, self.longest):
             raise self._too_long(f"at least {self.longest + 1}")
         return conversation
@@ -246,38 +254,6 @@ class CallTree:
 def call_id(turn: Turn, number: int) -> str:
     """Return the id that the agent gets for a call of a reply. It is the same in another attempt."""
     return f"call_{turn.key.replace(':', '_')}_{number}"
-
-
-def _with_call_ids(message: Message, sent: ChatMessage) -> Message:
-    """Return a message of an agent with the ids of its calls, which templates may write into the answers."""
-    if not message.get("tool_calls"):
-        return message
-    calls = zip(message["tool_calls"], sent.calls, strict=True)
-    return {**message, "tool_calls": [{**call, "id": own.id} if own.id else call for call, own in calls]}
-
-
-def _with_ids_of(turn: Turn, reply: ChatMessage, answers: Sequence[Message]) -> list[Message]:
-    """Return answers of tools with the ids that the calls of a turn have in its conversation.
-
-    Args:
-        reply: that of the turn, as the agent has sent it back: its ids are those of the answers, also if it is the
-            equal reply of another turn.
-    """
-    calls = turn.conversation.messages[-1].get("tool_calls", [])
-    ids = {call_id(turn, number): call["id"] for number, call in enumerate(calls)}
-    ids |= {own.id: call["id"] for own, call in zip(reply.calls, calls, strict=False) if own.id}
-    return [
-        {**answer, "tool_call_id": ids[answer["tool_call_id"]]} if answer.get("tool_call_id") in ids else answer
-        for answer in answers
-    ]
-
-
-def _digests(request: ChatRequest) -> list[str]:
-    """Return a digest of the messages up to each of them, of the player, and of the tools, a part of the prompt."""
-    digests = [xxhash.xxh3_128_hexdigest((request.player + json.dumps(request.tools)).encode())]
-    for message in request.messages:
-        digests.append(_extend(digests[-1], message))
-    return digests[1:]
 
 
 def _extend(history: str, message: ChatMessage) -> str:
@@ -322,3 +298,48 @@ def cut_at(
         version_spans=tuple(spans) if len(spans) > 1 else (),
     )
     return kept, shown[:end], stop
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request. Its ids are the same in another attempt, and it has no time of day.
+
+    An agent that writes an id or a time into a message would else never do the same again.
+    """
+
+    request: ChatRequest
+    model: str
+    turn: Turn
+    message: ChatMessage = ChatMessage("assistant", "")
+    """The reply; empty while it is under way."""
+
+    @property
+    def name(self) -> str:
+        """Names the turn, within the episode."""
+        return self.turn.key.replace(":", "_")
+
+    @property
+    def is_cut(self) -> bool:
+        return self.turn.completed.finish_reason == "length"
+
+    @property
+    def thoughts_and_text(self) -> tuple[str, str]:
+        """What the policy has written up to `</think>`, and the rest.
+
+        A reply of thoughts alone is text: clients drop one without text or call, and change the message before it.
+        """
+        thoughts, text = split_thoughts(self.message.content)
+        return (thoughts, text) if text.strip() or self.message.calls else ("", self.message.content)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.turn.prompt_length
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.turn.completed.token_ids)
+
+    def calls(self) -> Iterator[tuple[str, ToolCall]]:
+        """Yield the calls of tools with the ids that the agent gets for them."""
+        for number, call in enumerate(self.message.calls):
+            yield call_id(self.turn, number), call

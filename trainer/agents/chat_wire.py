@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.agents.answers import Answer
+from trainer.agents.call_tree import Answer
 from trainer.agents.messages import ApiError, ChatMessage, read_call, read_text, read_tools
 from trainer.agents.requests import OF_OPENAI, ChatRequest, Rules, note_thinking, take_flag, take_limit, take_stops
 from trainer.environments.tools import ToolCall
@@ -127,7 +127,10 @@ def _message(value: Any, where: str) -> ChatMessage:
     if unknown:
         field = f"{where}.{unknown[0]}"
         raise ApiError(f"{field}: this endpoint does not read it in a message of the role {value['role']}", field)
-    calls = _calls(value.get("tool_calls") or [], f"{where}.tool_calls")
+    calls, at = value.get("tool_calls") or [], f"{where}.tool_calls"
+    if not isinstance(calls, list):
+        raise ApiError(f"{at} must be a list", at)
+    calls = tuple(_call(call, f"{at}[{i}]") for i, call in enumerate(calls))
     content = value.get("content")
     if content is None and role == "assistant":
         content = ""
@@ -135,12 +138,6 @@ def _message(value: Any, where: str) -> ChatMessage:
     if not isinstance(call_id, str):
         raise ApiError(f"{where}.tool_call_id must be text", f"{where}.tool_call_id")
     return ChatMessage(role, read_text(content, f"{where}.content", ("text",)), calls, call_id)
-
-
-def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
-    if not isinstance(value, list):
-        raise ApiError(f"{where} must be a list", where)
-    return tuple(_call(call, f"{where}[{i}]") for i, call in enumerate(value))
 
 
 def _call(value: Any, where: str) -> ToolCall:

@@ -10,8 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from trainer.agents.answers import Answer
-from trainer.agents.call_tree import CallTree, Turn
+from trainer.agents.call_tree import Answer, CallTree, Turn
 from trainer.agents.chat_wire import ChatWire
 from trainer.agents.messages import ApiError, ChatMessage
 from trainer.agents.messages_wire import MessagesWire
@@ -146,7 +145,9 @@ class AgentEpisode:
             call.reply.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
             return
         if not turn.is_side:
-            self.limit = "length" if self._was_cut(turn, call.request) else ""
+            own = call.request.max_tokens  # a cut there is none by a limit of the run
+            is_own = own is not None and own < self.rules.sampling.max_tokens and len(turn.completed.token_ids) == own
+            self.limit = "length" if turn.completed.finish_reason == "length" and not is_own else ""
         call.reply.set_result(message)
 
     def end(self) -> None:
@@ -191,9 +192,3 @@ class AgentEpisode:
         sampling = rules.sampling.within(request.max_tokens).within(rules.max_tokens, len(prompt))
         self._submit(self, turn, Request(prompt, self._seed_of(turn.key), sampling))
         return call
-
-    def _was_cut(self, turn: Turn, request: ChatRequest) -> bool:
-        """Return whether a reply has reached a limit of the run, and not that of its request."""
-        completion, own = turn.completed, request.max_tokens
-        is_own = own is not None and own < self.rules.sampling.max_tokens and len(completion.token_ids) == own
-        return completion.finish_reason == "length" and not is_own

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.environments.base import Message
-from trainer.environments.tools import ToolCall, normal_arguments, split_calls
+from trainer.environments.tools import ToolCall, normal_arguments
 
 
 class ApiError(Exception):
@@ -55,11 +55,15 @@ class ChatMessage:
 
     @property
     def message_with_calls(self) -> Message:
-        """The message as a renderer gets it, or a template that describes tools: calls are written in their format."""
+        """The message as a renderer gets it, or a template that describes tools: calls are written in their format.
+
+        Templates may write the ids of calls into the answers.
+        """
         message: Message = {"role": self.role, "content": self.content}
         if self.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                | ({"id": call.id} if call.id else {})
                 for call in self.calls
             ]
         return message | ({"tool_call_id": self.call_id} if self.call_id else {})
@@ -147,17 +151,6 @@ def read_call(name: Any, arguments: Any, call_id: Any, where: str) -> ToolCall:
     return ToolCall(name, parsed, call_id if isinstance(call_id, str) else "")
 
 
-def read_reply(text: str, reads_calls: bool) -> ChatMessage:
-    """Return what the policy has said as a message.
-
-    Calls of tools have the format of `ToolEnvironment`. If one of them cannot be read, all of the text is content.
-    """
-    if not reads_calls:
-        return ChatMessage("assistant", text)
-    content, calls = split_calls(text)
-    return ChatMessage("assistant", content, calls)
-
-
 def read_tools(
     value: Any, function_of: Callable[[Mapping[str, Any], str], Mapping[str, Any] | None]
 ) -> tuple[dict[str, Any], ...]:
@@ -183,3 +176,8 @@ def read_tools(
         _check_text(json.dumps(function, ensure_ascii=False), where)
         tools.append({"type": "function", "function": {key: function[key] for key in function if key != "strict"}})
     return tuple(tools)
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """Return a server-sent event of Anthropic's API, or of OpenAI's API of responses."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

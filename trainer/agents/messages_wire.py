@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.agents.answers import Answer, event
-from trainer.agents.messages import ApiError, ChatMessage, in_order, read_call, read_text, read_tools
+from trainer.agents.call_tree import Answer
+from trainer.agents.messages import ApiError, ChatMessage, event, in_order, read_call, read_text, read_tools
 from trainer.agents.requests import ChatRequest, Rules, note_thinking, take_limit, take_stops
 
 _TEXT = ("text",)
@@ -32,7 +32,11 @@ class MessagesWire:
         if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") and not rules.overrides:
             field = "tool_choice.disable_parallel_tool_use"
             raise ApiError(f"{field} must be false, or left out", field, "unsupported_value")
-        _check_context_management(given.pop("context_management", {}))
+        context = given.pop("context_management", {})
+        edits = context.get("edits", []) if isinstance(context, Mapping) else None
+        if not isinstance(edits, list) or any(not isinstance(e, Mapping) or e.get("keep") != "all" for e in edits):
+            field = "context_management"
+            raise ApiError(f"{field}: the agent keeps its own history; leave it out", field, "unsupported_value")
         return ChatRequest(
             messages=in_order(messages),
             tools=tools,
@@ -137,26 +141,22 @@ def _message(value: Any, where: str) -> Iterator[ChatMessage]:
         raise ApiError(f"{where}.content must be text, or a list of blocks", f"{where}.content")
     role = "assistant" if role == "assistant" else "user"  # templates have one system message, the first
     for i, block in enumerate(content):
-        yield from _block(block, role, f"{where}.content[{i}]")
-
-
-def _block(block: Any, role: str, where: str) -> Iterator[ChatMessage]:
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    match kind, role:
-        case "text", _:
-            yield ChatMessage(role, read_text([block], where, _TEXT))
-        case "tool_use", "assistant":
-            arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
-            yield ChatMessage(role, "", (read_call(block.get("name"), arguments, block.get("id"), where),))
-        case "thinking" | "redacted_thinking", "assistant":
-            pass  # what the policy has thought is known
-        case "tool_result", "user":
-            content = read_text(block.get("content") or "", f"{where}.content", _TEXT, between="\n")
-            call_id = block.get("tool_use_id")
-            yield ChatMessage("tool", content, call_id=call_id if isinstance(call_id, str) else "")
-        case _:
-            kinds = "text, tool_use or thinking" if role == "assistant" else "text or tool_result"
-            raise ApiError(f"{where} must be a block of the type {kinds}", where)
+        at = f"{where}.content[{i}]"
+        match block.get("type") if isinstance(block, Mapping) else None, role:
+            case "text", _:
+                yield ChatMessage(role, read_text([block], at, _TEXT))
+            case "tool_use", "assistant":
+                arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+                yield ChatMessage(role, "", (read_call(block.get("name"), arguments, block.get("id"), at),))
+            case "thinking" | "redacted_thinking", "assistant":
+                pass  # what the policy has thought is known
+            case "tool_result", "user":
+                text = read_text(block.get("content") or "", f"{at}.content", _TEXT, between="\n")
+                call_id = block.get("tool_use_id")
+                yield ChatMessage("tool", text, call_id=call_id if isinstance(call_id, str) else "")
+            case _:
+                kinds = "text, tool_use or thinking" if role == "assistant" else "text or tool_result"
+                raise ApiError(f"{at} must be a block of the type {kinds}", at)
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -174,12 +174,3 @@ def _is_side(config: Any, tools: tuple[Any, ...]) -> bool:
         field = "output_config.format"
         raise ApiError(f"{field}: the policy writes what it writes; leave it out", field, "unsupported_value")
     return config.get("format") is not None
-
-
-def _check_context_management(config: Any) -> None:
-    edits = config.get("edits", []) if isinstance(config, Mapping) else None
-    if not isinstance(edits, list) or not all(
-        isinstance(edit, Mapping) and edit.get("keep") == "all" for edit in edits
-    ):
-        field = "context_management"
-        raise ApiError(f"{field}: the agent keeps its own history; leave it out", field, "unsupported_value")

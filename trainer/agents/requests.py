@@ -19,7 +19,7 @@ from trainer.files.documents import nests_deeply
 from trainer.generation.engine import Sampling
 
 if TYPE_CHECKING:
-    from trainer.agents.answers import Answer
+    from trainer.agents.call_tree import Answer
 
 LOG = logging.getLogger(__name__)
 
@@ -123,7 +123,15 @@ def parse_request(body: bytes, rules: Rules, wire: Wire) -> ChatRequest:
     Raises:
         ApiError: it is no JSON, or has a field that the endpoint does not support.
     """
-    fields = _fields(body)
+    try:
+        fields = json.loads(body)
+        is_deep = nests_deeply(fields)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is no JSON ({type(error).__name__})") from error
+    if not isinstance(fields, dict):
+        raise ApiError("the body must be a JSON object")
+    if is_deep:
+        raise ApiError("the body is nested too deeply")
     own = {name: value for name, value in fields.items() if name not in _OF_THE_CONNECTION}
     digest = xxhash.xxh3_128_hexdigest(json.dumps(own, sort_keys=True).encode())
     given = {name: value for name, value in fields.items() if value is not None}
@@ -136,23 +144,22 @@ def parse_request(body: bytes, rules: Rules, wire: Wire) -> ChatRequest:
     request = wire.read(given, rules, digest)
     stream, reads_calls = take_flag(given, "stream"), _take_tool_choice(given, rules) and bool(request.tools)
     _check_sampling(given, rules)
-    _check_rest(given, wire)
-    is_side, player = request.is_side or is_side_model, rules.models.get(str(model), "")
-    request = dataclasses.replace(request, stream=stream, is_side=is_side, digest=digest, player=player)
-    return dataclasses.replace(request, reads_calls=reads_calls)
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(body)
-        is_deep = nests_deeply(fields)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is no JSON ({type(error).__name__})") from error
-    if not isinstance(fields, dict):
-        raise ApiError("the body must be a JSON object")
-    if is_deep:
-        raise ApiError("the body is nested too deeply")
-    return fields
+    for name, value in given.items():
+        known = wire.neutral.get(name, ())
+        if name in wire.without_effect or value in known:
+            continue
+        code = "unsupported_value" if known else "unsupported_parameter"
+        values = " or ".join(json.dumps(one) for one in known)
+        problem = f"must be {values}, or left out" if known else "this endpoint does not support it"
+        raise ApiError(f"{name}: {problem}", name, code)
+    return dataclasses.replace(
+        request,
+        stream=stream,
+        is_side=request.is_side or is_side_model,
+        digest=digest,
+        player=rules.models.get(str(model), ""),
+        reads_calls=reads_calls,
+    )
 
 
 def take_limit(given: dict[str, Any], *names: str) -> int | None:
@@ -226,14 +233,3 @@ def _check_sampling(given: dict[str, Any], rules: Rules) -> None:
                 name,
                 "unsupported_value",
             )
-
-
-def _check_rest(given: Mapping[str, Any], wire: Wire) -> None:
-    for name, value in given.items():
-        known = wire.neutral.get(name, ())
-        if name in wire.without_effect or value in known:
-            continue
-        code = "unsupported_value" if known else "unsupported_parameter"
-        values = " or ".join(json.dumps(one) for one in known)
-        problem = f"must be {values}, or left out" if known else "this endpoint does not support it"
-        raise ApiError(f"{name}: {problem}", name, code)

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.agents.answers import Answer, event
-from trainer.agents.messages import ApiError, ChatMessage, in_order, read_call, read_text, read_tools
+from trainer.agents.call_tree import Answer
+from trainer.agents.messages import ApiError, ChatMessage, event, in_order, read_call, read_text, read_tools
 from trainer.agents.requests import OF_OPENAI, ChatRequest, Rules, note_once, note_thinking, take_limit
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -39,7 +39,11 @@ class ResponsesWire:
             note_thinking("reasoning")
         if (include := given.pop("include", [])) not in ([], [_ENCRYPTED]):
             raise ApiError(f"include may hold {_ENCRYPTED} alone, not {include!r:.100}", "include")
-        _check_text_format(given.pop("text", {}))
+        config = given.pop("text", {})
+        kind = config.get("format", {"type": "text"}) if isinstance(config, Mapping) else None
+        if not isinstance(kind, Mapping) or kind.get("type") != "text":
+            problem = "text.format must be text, or left out: the policy writes what it writes"
+            raise ApiError(problem, "text.format", "unsupported_value")
         asked = [*self._history(given.pop("previous_response_id", None)), *self._messages(given.pop("input", None))]
         if not asked:
             raise ApiError("input must not be empty", "input")
@@ -178,10 +182,3 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         return {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     note_once(f"tools of the type {tool.get('type')!r:.40} are left out: the policy sees functions alone")
     return None
-
-
-def _check_text_format(config: Any) -> None:
-    kind = config.get("format", {"type": "text"}) if isinstance(config, Mapping) else None
-    if not isinstance(kind, Mapping) or kind.get("type") != "text":
-        problem = "text.format must be text, or left out: the policy writes what it writes"
-        raise ApiError(problem, "text.format", "unsupported_value")

@@ -12,9 +12,9 @@ from functools import partial
 
 from aiohttp import web
 
-from trainer.agents.answers import Answer, event
+from trainer.agents.call_tree import Answer
 from trainer.agents.episode import WIRES, AgentEpisode, Call, ended
-from trainer.agents.messages import ApiError
+from trainer.agents.messages import ApiError, event
 from trainer.agents.requests import Wire
 from trainer.process import time_limits
 from trainer.process.network import listen, start_server

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 import jinja2
 
 from trainer.config import DataConfig
-from trainer.data.chats import PromptCheck, beside, read_chat, with_other_arguments, writes_strings
+from trainer.data.chats import PromptCheck, beside, read_chat, template_in_use, with_other_arguments, writes_strings
 from trainer.data.generators import generate
 from trainer.data.reasoning_tasks import check_task
 from trainer.data.row_files import lines, parsed
@@ -281,20 +280,6 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
 
-def render(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    limit: float = math.inf,
-) -> list[int]:
-    """Return the token ids of a chat (see `render_text`).
-
-    Raises:
-        TextTooLong: the text has more than `limit` characters.
-    """
-    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt), limit)
-
-
 def render_text(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -332,8 +317,8 @@ def render_text(
             return text
     except Exception as error:  # a template is a program and can raise anything
         raise UserError(
-            f"model.chat_template: the chat template in use (that of {tokenizer.name_or_path}, if the key is not set) "
-            f"cannot render a chat of {', '.join(m['role'] for m in messages)} ({first_line(error)})"
+            f"model.chat_template: {template_in_use(tokenizer)} cannot render a chat of "
+            f"{', '.join(m['role'] for m in messages)} ({first_line(error)})"
         ) from error
 
 

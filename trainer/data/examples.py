@@ -67,7 +67,6 @@ def load_val(data: DataConfig, sft: SFTConfig, tokenizer: Any, stops: Collection
 
 
 def _encode_all(data: DataConfig, split: str, tokenizer: Any, sft: SFTConfig, stops: Collection[int]) -> list[Sample]:
-    """Return the examples of all rows."""
     samples: list[Sample] = []
     ends = Stops(tokenizer, stops)
     check = PromptCheck(tokenizer, (data.name_of("system_prompt"), data.system_prompt))
@@ -191,7 +190,11 @@ def load_pairs(
         chosen, rejected = (_sample(one.token_ids, one.mask, None, longest) for one in rows)
         are_equal = np.array_equal(chosen.token_ids, rejected.token_ids)
         if (cuts or not is_long) and chosen.mask.any() and rejected.mask.any() and not are_equal:
-            pairs.append(Pair(chosen, rejected, _margin(row, where, data)))
+            margin = row.get(data.margin_key)
+            is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool) and math.isfinite(margin)
+            if margin is not None and not is_number:
+                raise data.refusal("margin_key", f"{where()} must have a number there, or null")
+            pairs.append(Pair(chosen, rejected, float(margin or 0.0)))
     check.close()
     if not pairs:
         raise UserError(f"{key}={longest}: leaves no {split} pair of {total}; raise it, or look at the answers")
@@ -287,12 +290,3 @@ def _split(prompt: Any, chosen: list[Message], rejected: list[Message]) -> tuple
         if said == messages or isinstance(prompt, str) and said[-1] == messages[0]:
             return said, chosen[length:], rejected[length:]
     return messages, chosen, rejected
-
-
-def _margin(row: Mapping[str, Any], where: Callable[[], str], data: DataConfig) -> float:
-    value = row.get(data.margin_key)
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise data.refusal("margin_key", f"{where()} must have a number there, or null")
-    return float(value)

@@ -107,7 +107,7 @@ class Ledger:
         source: str = "",
     ):
         assert rows, "a data set has rows"
-        self._rows = rows
+        self._rows, self.size = rows, len(rows)
         self._seed = seed
         self._kind = kind
         self._compute_fingerprint = fingerprint
@@ -160,7 +160,13 @@ class Ledger:
         """
         assert len(set(indices)) == len(indices) and self._trained_ahead.isdisjoint(indices), "a row is trained twice"
         self._trained_ahead.update(indices)
-        self._advance()
+        walk = self._walk()
+        while self._trained_ahead:  # move the position to the first row that is not trained
+            index, position_after = next(walk)
+            if index not in self._trained_ahead:
+                break
+            self._trained_ahead.remove(index)
+            self._position = position_after
         epoch, position = self._position
         for index in self._trained_ahead.intersection(indices):
             passed = self._order(epoch)[:position] if position and index.epoch == epoch else ()
@@ -175,16 +181,6 @@ class Ledger:
         has_begun = position or self._trained_ahead
         self._orders = {epoch: self._orders[epoch]} if has_begun and epoch in self._orders else {}
 
-    def _advance(self) -> None:
-        """Move the position to the first row that is not trained."""
-        walk = self._walk()
-        while self._trained_ahead:
-            index, position = next(walk)
-            if index not in self._trained_ahead:
-                break
-            self._trained_ahead.remove(index)
-            self._position = position
-
     def _walk(self) -> Iterator[tuple[SampleIndex, tuple[int, int]]]:
         """Yield each row from the position on, and the position after it."""
         epoch, position = self._position
@@ -198,18 +194,17 @@ class Ledger:
         with self._ordering:
             if epoch not in self._orders:
                 if self._curriculum is not None:
-                    self._orders[epoch] = self._ask_curriculum(epoch)
+                    self._orders[epoch] = self._ask_curriculum(self._curriculum, epoch)
                 else:
                     of_kind = ("epoch",) if self._kind == "prompts" else ("sft", 0)
                     name = ("mix", self._source) if self._source else of_kind
                     self._orders[epoch] = permutation(len(self._rows), self._seed, *name, epoch)
             return self._orders[epoch]
 
-    def _ask_curriculum(self, epoch: int) -> list[int]:
-        assert self._curriculum is not None
+    def _ask_curriculum(self, curriculum: Curriculum, epoch: int) -> list[int]:
         rows = self._rows
         with user_code(f"{self._section}.curriculum={self._name}: failed for epoch {epoch} ({{}})"):
-            order = [int(row) for row in self._curriculum(rows, epoch, dict(self._rewards))]
+            order = [int(row) for row in curriculum(rows, epoch, dict(self._rewards))]
         if not order or len(set(order)) < len(order) or not 0 <= min(order) <= max(order) < len(rows):
             raise UserError(
                 f"{self._section}.curriculum: for epoch {epoch} it returned {len(order)} indices; it must return at "
@@ -337,11 +332,10 @@ class MixLedger:
     begins with its first row. A source that is dropped keeps its place, and continues there if it comes back.
     """
 
-    def __init__(self, ledgers: Mapping[str, Ledger], weights: Mapping[str, float], rows: Mapping[str, int]):
-        assert ledgers and ledgers.keys() == weights.keys() == rows.keys()
+    def __init__(self, ledgers: Mapping[str, Ledger], weights: Mapping[str, float]):
+        assert ledgers and ledgers.keys() == weights.keys()
         self._ledgers = dict(sorted(ledgers.items()))
         self._weights = {name: float(weights[name]) for name in self._ledgers}
-        self._rows = rows
         self._begin()
 
     def _begin(self) -> None:
@@ -356,12 +350,12 @@ class MixLedger:
     @property
     def epoch(self) -> float:
         """Rows trained, divided by the number of rows of all sources."""
-        return sum(self._trained[name] for name in self._ledgers) / sum(self._rows[name] for name in self._ledgers)
+        return sum(self._trained[name] for name in self._ledgers) / sum(one.size for one in self._ledgers.values())
 
     def progress(self, indices: Sequence[SampleIndex]) -> dict[str, tuple[int, float]]:
         """Return the rows of each source that are trained once these are, and their number in epochs."""
         counts = self._trained + Counter(map(self.name_of, indices))
-        return {name: (counts[name], counts[name] / self._rows[name]) for name in self._ledgers}
+        return {name: (counts[name], counts[name] / ledger.size) for name, ledger in self._ledgers.items()}
 
     def name_of(self, index: SampleIndex) -> str:
         """Return the name of the source of a row."""

@@ -8,8 +8,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from trainer.episodes import Episode, Sample, TokenScores
 
 if TYPE_CHECKING:
@@ -91,19 +89,28 @@ def encode(
     """
     import pyarrow as pa
 
+    has_players = any(sample.player or sample.sampled_by for episode in episodes for sample in episode.samples)
+    kept = schema(scores is not None, has_players)
+    texts: dict[int, str] = {}  # of messages: the episodes of a group share those of its prompt
     try:
+        for message in (message for episode in episodes for message in episode.messages):
+            if id(message) not in texts:
+                texts[id(message)] = _encode_any(message)
         columns: dict[str, Any] = {name: [getattr(episode, name) for episode in episodes] for name in _PLAIN}
         columns |= {name: [_escaped(text) for text in columns[name]] for name in _TEXTS}
         columns |= {
             name: [json.dumps(dict(getattr(episode, name))) for episode in episodes] for name in ("rewards", "metrics")
         }
-        columns["messages"] = _messages_column(episodes)
+        columns["messages"] = [f"[{', '.join([texts[id(one)] for one in episode.messages])}]" for episode in episodes]
         columns |= {"step": [step] * len(episodes), "key": keys or [None] * len(episodes)}
-        has_players = any(sample.player or sample.sampled_by for episode in episodes for sample in episode.samples)
-        columns["samples"] = _samples_column(episodes, has_players)
+        names = [field.name for field in kept.field("samples").type.value_type]
+        columns["samples"] = [
+            [{name: getattr(sample, name) for name in names} for sample in episode.samples] for episode in episodes
+        ]
         if scores is not None:
-            columns["scores"] = _scores_column(episodes, scores)
-        kept = schema(scores is not None, has_players)
+            assert len(scores) == sum(len(episode.samples) for episode in episodes), "one for each sample"
+            remaining = iter(scores)
+            columns["scores"] = [[vars(next(remaining)) for _ in episode.samples] for episode in episodes]
         table = pa.table([columns[name] for name in kept.names], kept.with_metadata(dict(about or {})))
     except (TypeError, UnicodeError, pa.ArrowException) as error:
         raise ValueError(str(error)) from error
@@ -145,25 +152,33 @@ def decode_groups(data: bytes, keys: Collection[str] | None = None) -> tuple[dic
     """
     import pyarrow as pa
 
-    try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        has_scores = "scores" in table.schema.names
-        if not any(table.schema.equals(schema(has_scores, has_players)) for has_players in (False, True)):
-            raise ValueError("it has other columns")
-        table.validate(full=True)
-        if keys is not None:
-            chosen = frozenset(keys)
-            table = table.filter(pa.array([key in chosen for key in table.column("key").to_pylist()], pa.bool_()))
-        rows = table.select([*_PLAIN, *_JSON, "key"]).to_pylist()
-        samples = _samples_of(table.column("samples").combine_chunks())
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(str(error)) from error
+    table = _table_in(data)
+    has_scores = "scores" in table.schema.names
+    if not any(table.schema.equals(schema(has_scores, has_players)) for has_players in (False, True)):
+        raise ValueError("it has other columns")
+    if keys is not None:
+        chosen = frozenset(keys)
+        table = table.filter(pa.array([key in chosen for key in table.column("key").to_pylist()], pa.bool_()))
+    rows = table.select([*_PLAIN, *_JSON, "key"]).to_pylist()
+    samples = _samples_of(table.column("samples").combine_chunks())
     groups: dict[str, list[Episode]] = {}
     for row, own in zip(rows, samples, strict=True):
         key = row.pop("key")
         row |= {name: json.loads(row[name]) for name in _JSON} | {name: unescaped(row[name]) for name in _TEXTS}
         groups.setdefault(key, []).append(Episode(samples=own, **row))
     return groups, _metadata(table.schema)
+
+
+def _table_in(data: bytes) -> pa.Table:
+    """Return the table of a file, checked."""
+    import pyarrow as pa
+
+    try:
+        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        table.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(str(error)) from error
+    return table
 
 
 def _metadata(of_file: pa.Schema) -> dict[str, str]:
@@ -176,21 +191,12 @@ def decode_scores(data: bytes) -> list[list[TokenScores]] | None:
     Raises:
         ValueError: the file is damaged.
     """
-    import pyarrow as pa
-
-    try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-        if "scores" not in table.schema.names:
-            return None
-        table.validate(full=True)
-        column = table.column("scores").combine_chunks()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(str(error)) from error
-    made = [
-        TokenScores(*arrays) for arrays in zip(*(_arrays(column.values.field(name)) for name in _SCORES), strict=True)
-    ]
-    bounds = column.offsets.to_pylist()
-    return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    table = _table_in(data)
+    if "scores" not in table.schema.names:
+        return None
+    column = table.column("scores").combine_chunks()
+    arrays = (_arrays(column.values.field(name)) for name in _SCORES)
+    return _by_episode(column, [TokenScores(*of_token) for of_token in zip(*arrays, strict=True)])
 
 
 def _escaped(text: str) -> str:
@@ -207,73 +213,12 @@ def unescaped(text: str) -> str:
     return json.loads(text.removeprefix(_ESCAPE)) if text.startswith(_ESCAPE) else text
 
 
-def _messages_column(episodes: Sequence[Episode]) -> list[str]:
-    """Return the messages of episodes as JSON. Those of its prompt, which the episodes of a group share, once."""
-    texts: dict[int, str] = {}
-    for episode in episodes:
-        for message in episode.messages:
-            if id(message) not in texts:
-                texts[id(message)] = _encode_any(message)
-    return [f"[{', '.join([texts[id(message)] for message in episode.messages])}]" for episode in episodes]
-
-
-def _samples_column(episodes: Sequence[Episode], has_players: bool) -> pa.Array:
-    import pyarrow as pa
-
-    samples = [sample for episode in episodes for sample in episode.samples]
-    fields = [
-        _lists([sample.token_ids for sample in samples], np.int32),
-        _lists([sample.mask for sample in samples], np.float32),
-        _lists([sample.logprobs for sample in samples], np.float32),
-        _lists([sample.weight_versions for sample in samples], np.int64),
-        pa.array([sample.version_spans for sample in samples], pa.list_(pa.list_(pa.int64()))),
-    ]
-    if has_players:
-        fields.append(pa.array([sample.reward for sample in samples], pa.float64()))
-        fields += [pa.array([getattr(one, name) for one in samples], pa.string()) for name in ("player", "sampled_by")]
-    kept = schema(has_players=has_players).field("samples").type.value_type
-    structs = pa.StructArray.from_arrays(fields, fields=list(kept))
-    return pa.ListArray.from_arrays(_offsets([len(episode.samples) for episode in episodes]), structs)
-
-
-def _scores_column(episodes: Sequence[Episode], scores: Sequence[TokenScores]) -> pa.Array:
-    import pyarrow as pa
-
-    counts = [len(episode.samples) for episode in episodes]
-    assert len(scores) == sum(counts), "one for each sample"
-    fields = [_lists([getattr(one, name) for one in scores], np.float32) for name in _SCORES]
-    structs = pa.StructArray.from_arrays(fields, fields=list(schema(has_scores=True).field("scores").type.value_type))
-    return pa.ListArray.from_arrays(_offsets(counts), structs)
-
-
-def _lists(arrays: Sequence[Any], dtype: Any) -> pa.ListArray:
-    """Return arrays of numbers as one column; None stays null."""
-    import pyarrow as pa
-
-    present = [() if one is None else one for one in arrays]
-    if all(isinstance(one, tuple) for one in present):
-        values = np.fromiter(itertools.chain.from_iterable(present), dtype)
-    else:
-        values = np.concatenate(present, dtype=dtype, casting="unsafe")
-    missing = pa.array([one is None for one in arrays], pa.bool_())
-    return pa.ListArray.from_arrays(_offsets([len(one) for one in present]), pa.array(values), mask=missing)
-
-
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    import pyarrow as pa
-
-    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if bounds[-1] >= 2**31:
-        raise ValueError("there are more than 2^31 tokens")
-    return pa.array(bounds.astype(np.int32))
-
-
 def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
     structs = column.values
     tokens, masks, logprobs, versions = (_arrays(structs.field(i)) for i in range(4))
     spans = structs.field(4).to_pylist()
     others = [structs.field(i).to_pylist() for i in range(5, structs.type.num_fields)]
-    made = [
+    samples = [
         Sample(
             tokens[i],
             masks[i],
@@ -284,14 +229,15 @@ def _samples_of(column: pa.ListArray) -> list[list[Sample]]:
         )
         for i in range(len(structs))
     ]
-    bounds = column.offsets.to_pylist()
-    return [made[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return _by_episode(column, samples)
+
+
+def _by_episode(column: pa.ListArray, values: list[Any]) -> list[list[Any]]:
+    """Return values, one for each element of the lists of a column, as lists."""
+    return [values[start:end] for start, end in itertools.pairwise(column.offsets.to_pylist())]
 
 
 def _arrays(column: pa.ListArray) -> list[Any]:
-    values, bounds = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
-    missing = column.is_null().to_pylist()
-    return [
-        None if missing[i] else values[start:end].copy()
-        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
-    ]
+    values, missing = column.values.to_numpy(zero_copy_only=False), column.is_null().to_pylist()
+    bounds = itertools.pairwise(column.offsets.to_pylist())
+    return [None if is_null else values[i:j].copy() for is_null, (i, j) in zip(missing, bounds, strict=True)]

@@ -76,10 +76,17 @@ def read_lines(file: str) -> Iterator[dict[str, Any]]:
         UserError: the file has other rows, or is damaged.
     """
     for where, row in read_rows(file, "RUN"):
-        line = _as_line(row)
-        if not line:
-            raise UserError(f"{where} is not a rollout")
-        yield line
+        try:
+            line = {
+                name: parse_json(value) if name in _JSON else unescaped(value) if isinstance(value, str) else value
+                for name, value in row.items()
+                if name != "key"
+            }
+            prompt, completion = split_messages(line.pop("messages"), row["turns"])
+            first = {name: line.pop(name) for name in ("step", "group", "uid")}
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise UserError(f"{where} is not a rollout") from error
+        yield {**first, "prompt": prompt, "completion": completion, **line}
 
 
 def read_rollouts(file: str, tokenizer: Any, min_reward: float | None, vocab_size: int | None = None) -> list[Sample]:
@@ -128,21 +135,6 @@ def read_episodes(file: str, tokenizer: Any, key: str, vocab_size: int | None = 
         if not all(own & contents for own in texts):
             raise UserError(f"{key}: {where} was written with another tokenizer than that of model.path")
         yield episode
-
-
-def _as_line(row: Any) -> dict[str, Any]:
-    """Return the line of a record; an empty one if the row is not a record."""
-    try:
-        line = {
-            name: parse_json(value) if name in _JSON else unescaped(value) if isinstance(value, str) else value
-            for name, value in row.items()
-            if name != "key"
-        }
-        prompt, completion = split_messages(line.pop("messages"), row["turns"])
-        first = {name: line.pop(name) for name in ("step", "group", "uid")}
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return {}
-    return {**first, "prompt": prompt, "completion": completion, **line}
 
 
 def _replies(sample: Sample) -> list[list[int]]:

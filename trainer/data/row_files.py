@@ -123,16 +123,12 @@ def _table_rows(file: str, key: str, keeps_nulls: bool) -> Rows:
     try:
         batches = _arrow_batches(file) if is_arrow else pyarrow.parquet.ParquetFile(file).iter_batches()
         slices = (batch.slice(start, _SLICE) for batch in batches for start in range(0, len(batch), _SLICE))
-        for number, row in enumerate((row for part in slices for row in _rows_of(part, keeps_nulls)), start=1):
-            yield f"{file}, row {number}", row
+        rows = ((row, part.schema) for part in slices for row in part.to_pylist(maps_as_pydicts="lossy"))
+        for number, (row, schema) in enumerate(rows, start=1):
+            yield f"{file}, row {number}", row if keeps_nulls else _without_nulls(row, schema)
     except (pyarrow.ArrowException, ValueError, OSError) as error:
         kind = "an Arrow" if is_arrow else "a Parquet"
         raise UserError(f"{key}={file}: is not {kind} file ({first_line(error)})") from error
-
-
-def _rows_of(batch: Any, keeps_nulls: bool) -> list[dict[str, Any]]:
-    rows = batch.to_pylist(maps_as_pydicts="lossy")
-    return rows if keeps_nulls else [_without_nulls(row, batch.schema) for row in rows]
 
 
 def _without_nulls(row: dict[str, Any], schema: Any) -> dict[str, Any]:
@@ -209,7 +205,9 @@ def _hub_rows(url: str, key: str) -> Rows:
         hint = "; with HF_HUB_OFFLINE=1 a copy in the cache is used" if is_connection_error(error) else ""
         at = f" at the commit {commit}" if commit is not None else ""
         raise UserError(f"{key}={url}: cannot be loaded from the Hub{at} ({first_line(error)}){hint}") from error
-    loaded = _commit_of(dataset)
+    # The name of the directory with its copy in the cache is its commit.
+    folders = {os.path.basename(os.path.dirname(file["filename"])) for file in dataset.cache_files}
+    loaded = folders.pop() if len(folders) == 1 and all(map(_COMMIT.fullmatch, folders)) else None
     if offline and commit not in (None, loaded):  # the library uses the newest copy in its cache, of any commit
         why = "the address names" if "revision" in options else "the run began with"
         raise UserError(
@@ -221,12 +219,6 @@ def _hub_rows(url: str, key: str) -> Rows:
     schema = dataset.features.arrow_schema
     for number, row in enumerate(dataset, start=1):
         yield f"{url}, row {number}", _without_nulls(row, schema)
-
-
-def _commit_of(dataset: Any) -> str | None:
-    """Return the commit of a Hub data set: the name of the directory with its copy in the cache."""
-    folders = {os.path.basename(os.path.dirname(file["filename"])) for file in dataset.cache_files}
-    return folders.pop() if len(folders) == 1 and all(map(_COMMIT.fullmatch, folders)) else None
 
 
 def digest_rows(rows: Iterable[Mapping[str, Any]], *more: Any) -> str:

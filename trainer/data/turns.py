@@ -95,34 +95,29 @@ def replies_of(
     Raises:
         UserError: the chat template does not write one of them, or a part of it, after its prompt.
     """
-    found = []
+    found, in_use = [], template_in_use(tokenizer)
     for index in indices:
+        name = f"message {index + 1}"
         prompt = write(messages[:index], True) if index else ""
         whole = write(messages[: index + 1], False)
-        reply = _after(write, messages, index, prompt, whole, stops) if prompt else None
+        reply: str | None = None
+        if prompt and whole.startswith(prompt):
+            reply = whole[len(prompt) :]
+        elif prompt:
+            reply = _after_header(write, messages, index, prompt, whole)
+            reply = reply or _after_thought(messages[index], prompt, whole, stops)
         if reply is None:
             raise UserError(
-                f"{_name(index)}: {template_in_use(tokenizer)} does not write this reply after its generation prompt, "
+                f"{name}: {in_use} does not write this reply after its generation prompt, "
                 "so the policy could not learn it; change the row, or choose another template (model.chat_template)"
             )
         if unsaid := unsaid_field(reply, messages[index]):
             raise UserError(
-                f"{_name(index)}.{unsaid}: {template_in_use(tokenizer)} does not write all of it in a reply, so the "
+                f"{name}.{unsaid}: {in_use} does not write all of it in a reply, so the "
                 "policy could not learn it; leave it out, or choose another template (model.chat_template)"
             )
         found.append((prompt, _ended(write, messages, index, reply, stops)))
     return found
-
-
-def _name(index: int) -> str:
-    return f"message {index + 1}"
-
-
-def _after(write: Write, messages: Sequence[Message], index: int, prompt: str, whole: str, stops: Stops) -> str | None:
-    """Return what the template writes of a reply after the generation prompt; None: nothing."""
-    if whole.startswith(prompt):
-        return whole[len(prompt) :]
-    return _after_header(write, messages, index, prompt, whole) or _after_thought(messages[index], prompt, whole, stops)
 
 
 def _after_header(write: Write, messages: Sequence[Message], index: int, prompt: str, whole: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.datasets import render, render_text
+from trainer.data.chats import template_in_use
+from trainer.data.datasets import render_text
 from trainer.data.tokens import TextTooLong, encode, reply_text
 from trainer.environments.base import Message
 from trainer.environments.template_tools import PROBE_TOOL, TemplateTools, outline, with_answered_calls
@@ -67,11 +68,14 @@ class Conversation:
             UserError: it drops them, or would write a role that neither it nor other models have.
         """
         template = self._tokenizer.chat_template
-        in_use = f"the chat template in use (that of {self._tokenizer.name_or_path}, if the key is not set)"
+        in_use = template_in_use(self._tokenizer)
         has_tools = self._tools is not None
         names_calls = any(message.get("tool_calls") for message in self.messages)
+        unknown = (None, self._tokenizer.unk_token_id)
+        text = "".join(template.values()) if isinstance(template, dict) else template
         for role in {message["role"] for message in messages}:
-            if role not in _ROLES and not self._names(role):
+            is_named = role in _ROLES or f"'{role}'" in text or f'"{role}"' in text
+            if not is_named and self._tokenizer.convert_tokens_to_ids(f"<|{role}|>") in unknown:
                 raise UserError(
                     f"model.chat_template: {in_use} does not name the role {role} of a message; use one of "
                     f"{', '.join(_ROLES)}"
@@ -81,13 +85,6 @@ class Conversation:
                 raise UserError(
                     f"model.chat_template: {in_use} drops messages of the role {role}, which the policy would not see"
                 )
-
-    def _names(self, role: str) -> bool:
-        """Return whether the template names a role, or the tokenizer has a token for it."""
-        own, unknown = self._tokenizer.chat_template, (None, self._tokenizer.unk_token_id)
-        template = "".join(own.values()) if isinstance(own, dict) else own
-        has_token = self._tokenizer.convert_tokens_to_ids(f"<|{role}|>") not in unknown
-        return has_token or any(quoted in template for quoted in (f"'{role}'", f'"{role}"'))
 
     def _whole(self) -> list[int]:
         """Return the tokens of all messages, up to where the next reply begins.
@@ -105,24 +102,20 @@ class Conversation:
         return self._tokens_of(bare)
 
     def _tokens_of(self, messages: Sequence[Message]) -> list[int]:
-        if self._tools is None:
-            return render(self._tokenizer, messages, add_generation_prompt=True, limit=self._limit)
-        return encode(self._tokenizer, self._with_tools(split_tools(messages)[0]), self._limit)
-
-    def _with_tools(self, messages: Sequence[Message]) -> str:
-        """Return the text of all messages, whose tools the template describes.
+        """Return the tokens of all messages.
 
         Some templates write answers of tools to calls alone. There a reply whose calls could not be read gets some.
         """
         write = functools.partial(render_text, self._tokenizer, add_generation_prompt=True, tools=self._tools)
-        named = with_answered_calls(messages)
-        if named == list(messages):
-            return write(messages)
-        with contextlib.suppress(UserError):
-            text = write(messages)
-            if all(message["content"].strip() in text for message in messages if message["role"] == "tool"):
-                return text
-        return write(named)
+        plain = messages if self._tools is None else split_tools(messages)[0]
+        named = plain if self._tools is None else with_answered_calls(plain)
+        text = None
+        if named != plain:
+            with contextlib.suppress(UserError):
+                text = write(plain)
+            answers = [message["content"].strip() for message in plain if message["role"] == "tool"]
+            text = text if text is not None and all(answer in text for answer in answers) else None
+        return encode(self._tokenizer, write(named) if text is None else text, self._limit)
 
     def _begin(self, token_ids: list[int]) -> None:
         self.token_ids = list(token_ids)
@@ -166,32 +159,22 @@ class Conversation:
 
         Returns whether the prompt of that reply has at most `max_tokens` tokens; if not, no tokens are added.
         """
-        said = self.messages[-1]
+        reply = outline(self.messages[-1], messages, self._tools)
         self.messages += messages
         self._check_roles(messages)
         try:
-            return self._add_tokens(outline(said, messages, self._tools), messages, max_tokens)
+            added = self._bridge(reply, messages)
+            self._outline += [reply, *messages]
+            whole = self._whole() if added is None else [*self.token_ids, *added]
         except TextTooLong:
             return False
-
-    def _add_tokens(self, reply: Message, messages: Sequence[Message], max_tokens: int) -> bool:
-        """Append the tokens of messages.
-
-        Args:
-            reply: the one before them (see `outline`).
-        """
-        added = self._bridge(reply, messages)
-        self._outline += [reply, *messages]
-        if added is not None:
-            if len(self.token_ids) + len(added) > max_tokens:
-                return False
-            self.token_ids += added
-            return True
-        whole = self._whole()
         if len(whole) > max_tokens:
             return False
-        self._earlier.append(sample_of(self.token_ids, self._replies))
-        self._begin(whole)
+        if added is None:
+            self._earlier.append(sample_of(self.token_ids, self._replies))
+            self._begin(whole)
+        else:
+            self.token_ids = whole
         return True
 
     def _bridge(self, reply: Message, messages: Sequence[Message]) -> list[int] | None:
@@ -215,23 +198,15 @@ class Conversation:
         if not found:
             return None
         tokens = encode(self._tokenizer, rest, self._limit)
+        last = self.token_ids[-1]
         if not reply.get("tool_calls"):
-            return tokens[1:] if tokens[:1] == self.token_ids[-1:] else None
+            return tokens[1:] if tokens[:1] == [last] else None
         closed = write([*self._outline, reply], add_generation_prompt=False)
-        return self._after_calls(rest, tokens, closed[len(before) :].partition(REPLY_MARK)[2])
-
-    def _after_calls(self, rest: str, tokens: list[int], end: str) -> list[int] | None:
-        """Return the tokens after the stop token of a reply with calls; None if the template ends it in another one.
-
-        Args:
-            rest, tokens: what follows the arguments of the last call, with the messages after the reply.
-            end: what follows them in the reply itself. The stop token may belong to the next message.
-        """
-        stop = self._tokenizer.added_tokens_decoder.get(self.token_ids[-1])
-        if stop is None or self.token_ids[-1] not in tokens:
+        end = closed[len(before) :].partition(REPLY_MARK)[2]  # of the calls; the stop token may be the next message's
+        stop = self._tokenizer.added_tokens_decoder.get(last)
+        if stop is None or last not in tokens or not end.startswith(rest.partition(stop.content)[0]):
             return None
-        closes, _, _ = rest.partition(stop.content)
-        return tokens[tokens.index(self.token_ids[-1]) + 1 :] if end.startswith(closes) else None
+        return tokens[tokens.index(last) + 1 :]
 
     def samples(self) -> list[Sample]:
         """Return the training data: one sample, unless the history had to be rendered again."""

@@ -1,45 +1,50 @@
-"""Run episodes: the policy and an environment take turns."""
+"""Run episodes: the policy and an environment take turns.
+
+Environments have their own processes: one that hangs, raises or crashes costs at most its episode. A lost environment
+is made again in another process, and gets the same replies. If it fails in the same call again, its episode has failed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
+import xxhash
 
-from trainer.config import Config
+from trainer.config import Config, EnvironmentConfig
 from trainer.data.chats import check_generation_prompt
 from trainer.data.datasets import Prompt
 from trainer.data.tokens import TextTooLong, max_characters, reply_text
 from trainer.environments.base import Message, StepResult
 from trainer.environments.conversation import Conversation, sample_of
-from trainer.environments.sessions import EnvironmentPool, Session
 from trainer.environments.template_tools import find_reader
+from trainer.environments.turns import EpisodeTurns
+from trainer.environments.worker import largest_message
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
+from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS, MAX_ATTEMPTS
+from trainer.sandbox.pool import Call, CallFailed, CallLost, Calls, WorkerPool
 from trainer.seeding import environment_seed, request_seed
 
+LOG = logging.getLogger(__name__)
 
-class Turns(Protocol):
-    """The turns of one episode, as the journal has them (see `trainer.sources.turns.EpisodeTurns`)."""
-
-    key: str
-    """Names the episode, also after a kill."""
-
-    def recorded_answer(self, number: int) -> tuple[StepResult, str | None] | None: ...
-
-    def add_answer(self, number: int, answer: StepResult, state: str | None) -> None: ...
+_NUMBERS = itertools.count()
 
 
 class Asks(Protocol):
     """How one episode asks for completions."""
 
-    turns: Turns
+    turns: EpisodeTurns
 
     async def __call__(self, request: Request, turn: str) -> Completion:
         """Return a completion, or the one that was recorded.
@@ -71,6 +76,11 @@ class RolloutRequest:
     def uid(self) -> str:
         return f"{self.group}:{self.number}"
 
+    def of_turn(self, turn: int, token_ids: Sequence[int] | np.ndarray, run_seed: int, most: int | None) -> Request:
+        """Return the request to the engines for the reply of a turn. At most `most` tokens are prompt and reply."""
+        seed = request_seed(run_seed, self.step, self.group, self.number, turn)
+        return Request(token_ids, seed, self.sampling.within(most, len(token_ids)))
+
 
 class EpisodeRunner(contextlib.AbstractContextManager["EpisodeRunner"]):
     """Runs episodes on the event loop, each in a coroutine. A context manager, on the main thread."""
@@ -101,7 +111,7 @@ class SingleTurnRunner(EpisodeRunner):
         if self._last[0] is not prompt:  # one array for all requests of a prompt: it is pickled once
             self._last = prompt, np.asarray(prompt.token_ids, np.int32)
         ids = self._last[1]
-        completion = await asks(_request(request, ids, self._seed), "0")
+        completion = await asks(request.of_turn(0, ids, self._seed, None), "0")
         asks.finish()
         text = reply_text(self._tokenizer, completion.token_ids.tolist(), completion.finish_reason == "stop")
         return Episode(
@@ -115,14 +125,208 @@ class SingleTurnRunner(EpisodeRunner):
         )
 
 
+class Session:
+    """The environment of one episode on the driver: the calls and the answers so far.
+
+    Args:
+        key: names the episode, also after a kill: the ids of its steps are digests of it and of the replies.
+        recorded: returns what the journal has as the answer to a call, by its number, and as the state of the
+            environment after it; None: no answer.
+    """
+
+    most_attempts = MAX_ATTEMPTS
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        key: str = "",
+        recorded: Callable[[int], tuple[StepResult, str | None] | None] = lambda number: None,
+    ):
+        self.row = row
+        self.seed = seed
+        self.state: str | None = None
+        """What the environment has saved after the last step, if it can save itself."""
+        self._key = key
+        self._step_ids: list[str] = []
+        self._recorded = recorded
+        self.replies: list[Message] = []
+        """The replies of the policy."""
+        self.steps: list[StepResult] = []
+        """The answers of the environment: the first messages, then a step for each reply."""
+        self.ended = False
+        """The episode needs no more steps."""
+        self.status = ""
+        """Why the episode has ended: `timeout` or `failed` if the environment has failed."""
+        self.failure = ""
+        """Why the environment has failed."""
+        self.is_spared = False
+        """The policy cannot have caused the failure."""
+        self.failures = 0
+        """Calls that have failed."""
+        self.worker: Any = None
+        """The process that has the environment."""
+        self._answered = 0  # calls that the present environment has answered, or the one whose state is loaded
+        self._is_stored = True  # it is not made: its recorded answers are enough so far, and its state
+        self._number = next(_NUMBERS)  # its name in messages to the process
+
+    async def answer(self, calls: Calls) -> None:
+        """Let the environment answer all replies: it has done so then, or has failed.
+
+        Raises:
+            WorkerError: the processes cannot start.
+        """
+        is_alone = False
+        while not self.ended and self._answered <= len(self.replies):
+            answer, state = self._recorded(self._answered) or (None, None)
+            if answer is not None and (answer.done or self._is_stored and state is not None):
+                self._accept(answer, state)  # after the last answer, the environment is not needed
+                self._answered += 1
+                continue
+            method, given = self._next_call(answer)
+            call = self._call(method, given, is_alone)
+            try:
+                value = await calls.ask(call)
+            except asyncio.CancelledError:
+                self.worker = call.worker  # it may have the environment, which `close` ends there
+                raise
+            except CallLost as lost:
+                is_alone, self.worker = is_alone or lost.is_suspect, None
+                self._lose()
+            except CallFailed as failed:
+                self.worker = None if failed.status == "died" else call.worker
+                self._lose()
+                self.failures += 1
+                if self.failures >= self.most_attempts:
+                    self.fail(failed.status, f"{method} {failed.reason}")
+            else:
+                self.worker, self._is_stored = call.worker, False
+                if method != "load":
+                    self._take(value)
+
+    def _next_call(self, recorded: StepResult | None) -> tuple[str, list[Any]]:
+        """Return the next call of the present environment. A new one loads what the one before has saved."""
+        if self._is_stored and self.state is not None:
+            return "load", [self.state]
+        if not self._answered:
+            return "reset", [self.row, self.seed, self._step_id(0)]
+        known = self.steps[self._answered] if self._answered < len(self.steps) else recorded
+        given = None if known is None else vars(known)
+        return "step", [self.replies[self._answered - 1], self._step_id(self._answered), given]
+
+    def _lose(self) -> None:
+        """A new environment must take the place of the present one."""
+        self._is_stored = self.state is not None
+        self._answered = len(self.steps) if self._is_stored else 0
+
+    def _step_id(self, number: int) -> str:
+        """Return the id of a call: the same for the same episode and replies, in any process."""
+        while len(self._step_ids) <= number:
+            before = [self._step_ids[-1], self.replies[len(self._step_ids) - 1]] if self._step_ids else [self._key]
+            self._step_ids.append(xxhash.xxh3_128_hexdigest(json.dumps(before).encode()))
+        return self._step_ids[number]
+
+    async def close(self, calls: Calls) -> None:
+        """Close the environment."""
+        if self.worker is None:
+            return
+        call = self._call("close", [])
+        self.worker = None
+        try:
+            await calls.ask(call)
+        except CallLost:
+            pass
+        except CallFailed as failed:
+            LOG.info("an environment was not closed: close %s", failed.reason)
+
+    def _call(self, method: str, given: list[Any], is_alone: bool = False) -> Call:
+        ends = method == "close"
+        message = [self._number, method, *given]
+        return Call(message, method, is_alone=is_alone, is_session=True, ends_session=ends, worker=self.worker)
+
+    def _take(self, value: Any) -> None:
+        """Take an answer. One that was given before must be the same."""
+        match value:
+            case {
+                "messages": list(messages),
+                "reward": float(reward),
+                "done": bool(done),
+                "rewards": dict(rewards),
+                "metrics": dict(metrics),
+                "player": str(player),
+                "player_rewards": dict(player_rewards),
+                "state": str() | None as state,
+            }:
+                step = StepResult(messages, reward, done, rewards, metrics, player, player_rewards)
+            case _:
+                self.fail("failed", "has written into the pipe of its process")
+                return
+        if self._answered == len(self.steps):
+            self._accept(step, state)
+        elif step != self.steps[self._answered]:
+            self.fail(
+                "failed",
+                "answered the same replies in another way when they were repeated; an environment must be a function "
+                "of row, seed and replies",
+                by_policy=False,
+            )
+        self._answered += 1
+
+    def _accept(self, step: StepResult, state: str | None) -> None:
+        """Add an answer that was not given before."""
+        self.steps.append(step)
+        self.state = state
+        for reward in (self.reward_of(player) for player in {one.player for one in self.steps if not one.done}):
+            if not abs(reward) <= LARGEST_REWARD:
+                self.fail("failed", f"gave rewards that add up to {reward:g}, beyond {LARGEST_REWARD:g}")
+
+    def reward_of(self, player: str) -> float:
+        """Return what the steps gave a player for its replies, with their named terms, and beyond that."""
+        own = [step for before, step in itertools.pairwise(self.steps) if before.player == player]
+        more = sum(step.player_rewards.get(player, 0.0) for step in self.steps)
+        return sum((step.reward for step in own), 0.0) + sum(self.total("rewards", own).values()) + more
+
+    def total(self, field: str, steps: Sequence[StepResult] | None = None) -> dict[str, float]:
+        """Return the sums over steps of their `rewards` or `metrics`, by name. None: over all."""
+        totals: Counter[str] = Counter()
+        for step in self.steps if steps is None else steps:
+            for name, value in getattr(step, field).items():
+                totals[name] += value
+        return dict(totals)
+
+    def fail(self, status: str, reason: str, by_policy: bool = True) -> None:
+        """End the episode. `by_policy`: a reply may have caused the failure, if there was one."""
+        if not self.ended:
+            self.status, self.failure, self.ended = "timeout" if status == "timeout" else "failed", reason, True
+            self.is_spared = not (by_policy and self.replies)
+
+
+class EnvironmentPool(WorkerPool):
+    """`environment.num_processes` processes that run environments or agents. A context manager.
+
+    Args:
+        most_characters: the contents of an answer of an environment are cut behind this number of characters.
+    """
+
+    def __init__(self, config: EnvironmentConfig, most_characters: int = 0):
+        super().__init__(
+            "trainer.environments.worker:EnvironmentHandler",
+            [config.name, dict(config.kwargs), config.timeout_s, most_characters],
+            config.num_processes,
+            role="environment",
+            name=f"environment.name={config.name}",
+            limit=("environment.timeout_s", config.timeout_s),
+            concurrency=MAX_ASYNC_SESSIONS,
+            largest_message=largest_message(most_characters),
+        )
+
+
 class RunningEpisode(Session):
     """An episode with an environment, while it runs."""
 
-    def __init__(self, request: RolloutRequest, run_seed: int, turns: Turns):
-        super().__init__(
-            request.prompt.row, environment_seed(run_seed, request.group), turns.key, turns.recorded_answer
-        )
-        self.request = request
+    def __init__(self, request: RolloutRequest, run_seed: int, turns: EpisodeTurns):
+        seed = environment_seed(run_seed, request.group)
+        super().__init__(request.prompt.row, seed, turns.key, turns.recorded_answer)
         self.conversations: dict[str, Conversation] = {}
         """Of each player that has been asked."""
         self.was_cut = False
@@ -132,10 +336,6 @@ class RunningEpisode(Session):
     def conversation(self) -> Conversation:
         """Of the player whose turn it is."""
         return self.conversations[self.steps[-1].player]
-
-    def take_reply(self, completion: Completion) -> None:
-        self.was_cut = completion.finish_reason == "length"
-        self.replies.append(self.conversation.add_reply(completion))
 
     def samples(self) -> list[Sample]:
         """Return the samples of all players, with the rewards of those that have names."""
@@ -156,8 +356,8 @@ class EnvironmentRunner(EpisodeRunner):
         self._config = e = cfg.environment
         self._answer_key = cfg.data.answer_key
         self._seed = cfg.trainer.seed
-        self._first_limit = ("rollout.max_prompt_tokens", cfg.rollout.max_prompt_tokens)
-        self._longest = e.max_tokens - 1 if e.max_tokens > 0 else cfg.rollout.max_prompt_tokens  # before a reply
+        self._most_first = cfg.rollout.max_prompt_tokens
+        self._longest = e.max_tokens - 1 if e.max_tokens > 0 else self._most_first  # before a reply
         self._most_tokens = e.most_tokens
         self._tokenizer = tokenizer
         check_generation_prompt(tokenizer)
@@ -184,71 +384,56 @@ class EnvironmentRunner(EpisodeRunner):
         try:
             await self._next_answer(episode, asks, together)
             while not episode.ended:
-                turn = str(len(episode.replies))
-                episode.take_reply(await asks(self._next_request(episode), turn))
+                turn, prompt = len(episode.replies), episode.conversation.token_ids
+                completion = await asks(request.of_turn(turn, prompt, self._seed, self._most_tokens), str(turn))
+                episode.was_cut = completion.finish_reason == "length"
+                episode.replies.append(episode.conversation.add_reply(completion))
                 if episode.was_cut or len(episode.replies) == self._config.max_turns:
                     asks.finish()  # whatever the environment answers
                 await self._next_answer(episode, asks, together)
         finally:
             episode.fail("failed", "was stopped")  # if it has not ended
             together.begin(episode.close(together))
-        return self._ended(episode)
+        return self._ended(request, episode)
 
     async def _next_answer(self, episode: RunningEpisode, asks: Asks, together: Any) -> None:
-        """Let the environment answer, record that, and add it to the conversation."""
+        """Let the environment answer, record that, and add it to the conversation, or end the episode."""
         await episode.answer(together)
-        if len(episode.steps) > len(episode.replies):
-            asks.turns.add_answer(len(episode.replies), episode.steps[-1], episode.state)
-        self._continue(episode)
-
-    def _next_request(self, episode: RunningEpisode) -> Request:
-        prompt = episode.conversation.token_ids
-        sampling = episode.request.sampling.within(self._most_tokens, len(prompt))
-        request = dataclasses.replace(episode.request, sampling=sampling)
-        return _request(request, prompt, self._seed, len(episode.replies))
-
-    def _continue(self, episode: RunningEpisode) -> None:
-        """Add what the environment has answered, and end the episode if it is over."""
-        if episode.ended:
+        step = episode.steps[-1] if episode.steps else None
+        if step is not None and len(episode.steps) > len(episode.replies):
+            asks.turns.add_answer(len(episode.replies), step, episode.state)
+        if step is None or episode.ended:
             return
+        conversation = episode.conversations.get(step.player)
         try:
-            self._add_answer(episode)
+            if step.done or episode.was_cut or len(episode.replies) == self._config.max_turns:
+                if conversation is not None:
+                    conversation.messages += step.messages
+                episode.end("stop" if step.done else "length" if episode.was_cut else "turns")
+            elif conversation is None:
+                self._begin(episode, step)
+            elif not conversation.add_messages(step.messages, self._longest):
+                episode.end("length")
         except UserError as error:  # the chat template refuses the messages
             episode.fail("failed", f"gave messages that have no tokens: {error}")
 
-    def _begin(self, episode: RunningEpisode) -> None:
-        key, most = self._first_limit
+    def _begin(self, episode: RunningEpisode, step: StepResult) -> None:
+        """Begin the conversation of a player. Episodes of one prompt mostly have the same messages, written once."""
+        text = json.dumps(step.messages)  # what is rendered differs for 1 and True, and with the order of keys
         try:
-            step = episode.steps[-1]
-            episode.conversations[step.player] = self._conversation(step.messages)
+            if self._begun is None or self._begun[0] != text:
+                self._begun = text, Conversation(self._tokenizer, step.messages, self._limit, self._reader)
+            episode.conversations[step.player] = self._begun[1].fork()
             length = len(episode.conversation.token_ids)
-            size = f"{length} tokens" if length > most else ""
+            size = f"{length} tokens" if length > self._most_first else ""
         except TextTooLong as error:
             size = str(error)
         if size:
-            episode.fail("failed", f"has first messages of {size}; {key} is {most}")
+            limit = f"rollout.max_prompt_tokens is {self._most_first}"
+            episode.fail("failed", f"has first messages of {size}; {limit}")
 
-    def _conversation(self, messages: Sequence[Message]) -> Conversation:
-        """Return a new conversation. Episodes of one prompt mostly begin with the same messages, written once."""
-        text = json.dumps(messages)  # what is rendered differs for 1 and True, and with the order of keys
-        if self._begun is None or self._begun[0] != text:
-            self._begun = text, Conversation(self._tokenizer, messages, self._limit, self._reader)
-        return self._begun[1].fork()
-
-    def _add_answer(self, episode: RunningEpisode) -> None:
-        step = episode.steps[-1]
-        conversation = episode.conversations.get(step.player)
-        if step.done or episode.was_cut or len(episode.replies) == self._config.max_turns:
-            if conversation is not None:
-                conversation.messages += step.messages
-            episode.end("stop" if step.done else "length" if episode.was_cut else "turns")
-        elif conversation is None:
-            self._begin(episode)
-        elif not conversation.add_messages(step.messages, self._longest):
-            episode.end("length")
-
-    def _ended(self, episode: RunningEpisode) -> Episode:
-        request, samples = episode.request, episode.samples()
+    def _ended(self, request: RolloutRequest, episode: RunningEpisode) -> Episode:
+        samples = episode.samples()
         fields: dict[str, Any] = {
             "status": episode.status,
             "answer": self._answer(request),
@@ -274,8 +459,3 @@ def empty_sample(tokenizer: Any) -> Sample:
     """Return the sample of an episode without a token, because a sample must have one."""
     empty = np.zeros(1, np.float32)
     return Sample(np.full(1, tokenizer.eos_token_id, np.int32), empty, empty, (0, 0))
-
-
-def _request(request: RolloutRequest, token_ids: Sequence[int] | np.ndarray, run_seed: int, turn: int = 0) -> Request:
-    seed = request_seed(run_seed, request.step, request.group, request.number, turn)
-    return Request(token_ids, seed, request.sampling)

@@ -6,6 +6,7 @@ transformers). Without one they are read in the format of Hermes, if the templat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -62,7 +63,10 @@ class TemplateTools:
             text: the decoded reply (see `reply_text`).
         """
         if not self.has_response_template:
-            return _read_hermes(text)
+            content, written = split_calls(text)
+            message: Message = {"role": "assistant", "content": content}
+            named = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in written]
+            return {**message, "tool_calls": [_named_call(*one) for one in enumerate(named)]} if named else message
         try:
             said, before = self._tokenizer.decode(list(token_ids)), self._tokenizer.decode(list(prompt))
             parsed = dict(self._tokenizer.parse_response(said, prefix=before, tools=list(tools)))
@@ -71,19 +75,12 @@ class TemplateTools:
         except Exception as error:  # what the policy has written may be anything
             problem = "invalid json" if isinstance(error, ValueError) else type(error).__name__
             return unread_reply(text, [{"problem": problem}])
-        message: Message = {"content": "", **{name: value for name, value in parsed.items() if isinstance(value, str)}}
+        message = {"content": "", **{name: value for name, value in parsed.items() if isinstance(value, str)}}
         message["role"] = "assistant"
         if not calls:
             return message
         message["tool_calls"] = calls
         return message if read_calls(message) is not None else unread_reply(text, list(map(_problem, calls)))
-
-
-def _read_hermes(text: str) -> Message:
-    content, calls = split_calls(text)
-    message: Message = {"role": "assistant", "content": content}
-    written = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
-    return {**message, "tool_calls": [_named_call(*one) for one in enumerate(written)]} if calls else message
 
 
 def _named_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,36 +152,26 @@ def with_answered_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def find_reader(model: ModelConfig, tokenizer: Any) -> TemplateTools | None:
-    """Return what reads calls of tools in the format of the chat template; None: they are text (Hermes)."""
-    if model.path is None:
-        return None
-    return _find_template_tools(tokenizer, str(tokenizer.chat_template))
-
-
-@functools.lru_cache(maxsize=16)
-def _find_template_tools(tokenizer: Any, template: str) -> TemplateTools | None:
-    """Return what reads calls in the format of a chat template.
+    """Return what reads calls of tools in the format of the chat template.
 
     None: the template does not describe tools, or its calls cannot be read. Then tools have the format of Hermes
     (`trainer.environments.tools`), as text of the system message.
-
-    Args:
-        template: that of the tokenizer.
     """
-    try:
-        problem = "" if _describes_tools(tokenizer) else "describes no tools"
-    except UserError:
-        problem = "describes no tools"
-    if not problem:
-        ways = [True, False] if getattr(tokenizer, "response_template", None) is not None else [False]
-        for way in ways:
-            found = TemplateTools(tokenizer, way)
-            if _reads(found, tokenizer):
-                return found
-        problem = (
-            "writes calls of tools in a format that cannot be read (its tokenizer has no fitting response_template)"
-        )
-    _log_fallback(problem)
+    return None if model.path is None else _find_reader(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=16)
+def _find_reader(tokenizer: Any, template: str) -> TemplateTools | None:
+    if not _describes_tools(tokenizer):
+        _log_fallback("describes no tools")
+        return None
+    for way in [True, False] if getattr(tokenizer, "response_template", None) is not None else [False]:
+        found = TemplateTools(tokenizer, way)
+        if _reads(found, tokenizer):
+            return found
+    _log_fallback(
+        "writes calls of tools in a format that cannot be read (its tokenizer has no fitting response_template)"
+    )
     return None
 
 
@@ -198,32 +185,30 @@ def _log_fallback(problem: str) -> None:
 
 def _describes_tools(tokenizer: Any) -> bool:
     """Return whether a template writes the tools that it is given, beside the other messages."""
-    for messages in ([_USER], [_SYSTEM, _USER]):
-        without = render_text(tokenizer, messages, add_generation_prompt=True)
-        text = render_text(tokenizer, messages, add_generation_prompt=True, tools=[PROBE_TOOL])
-        if _NAME in without or not all(part in text for part in (_NAME, *(one["content"] for one in messages))):
-            return False
+    try:
+        for messages in ([_USER], [_SYSTEM, _USER]):
+            without = render_text(tokenizer, messages, add_generation_prompt=True)
+            text = render_text(tokenizer, messages, add_generation_prompt=True, tools=[PROBE_TOOL])
+            if _NAME in without or not all(part in text for part in (_NAME, *(one["content"] for one in messages))):
+                return False
+    except UserError:
+        return False
     return True
 
 
 def _reads(found: TemplateTools, tokenizer: Any) -> bool:
-    """Return whether replies are read as the template writes them: without a call, with one, and with two if it can."""
-    counts = [0, 1, 2] if _writes_two_calls(tokenizer) else [0, 1]
+    """Return whether replies are read as the template writes them: without a call, with one, and with two if it can.
+
+    The templates of Llama 3 and gpt-oss write one call of a reply.
+    """
+    text, two = "", {"role": "assistant", "content": "", "tool_calls": _calls(2)}
+    with contextlib.suppress(UserError):
+        text = render_text(tokenizer, [_USER, two], add_generation_prompt=False, tools=[PROBE_TOOL])
+    counts = [0, 1, 2] if str(two["tool_calls"][1]["function"]["arguments"]["a"]) in text else [0, 1]
     try:
         return all(_reads_reply(found, tokenizer, _calls(count)) for count in counts)
     except UserError:
         return False
-
-
-def _writes_two_calls(tokenizer: Any) -> bool:
-    """Return whether a template writes two calls of a reply. Those of Llama 3 and gpt-oss have one."""
-    calls = _calls(2)
-    reply = {"role": "assistant", "content": "", "tool_calls": calls}
-    try:
-        text = render_text(tokenizer, [_USER, reply], add_generation_prompt=False, tools=[PROBE_TOOL])
-    except UserError:
-        return False
-    return str(calls[1]["function"]["arguments"]["a"]) in text
 
 
 def _calls(count: int) -> list[dict[str, Any]]:

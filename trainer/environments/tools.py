@@ -107,14 +107,6 @@ class ToolEnvironment:
     async def close(self) -> None:
         pass
 
-    def check_call(self, name: str, arguments: Any) -> None:
-        """Check that a call names a tool, and that its arguments fit the tool's type hints.
-
-        Raises:
-            LookupError, TypeError: it does not.
-        """
-        _check(self._tool(name), arguments)
-
     def _tool(self, name: str) -> Callable[..., Any]:
         tool = {tool.__name__: tool for tool in self.tools}.get(name)
         if tool is None:
@@ -200,7 +192,8 @@ def _check(tool: Callable[..., Any], arguments: Any) -> None:
         TypeError: an argument is missing, has another type, or is not known.
         ValueError: an argument is nested too deeply.
     """
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.errors import PydanticUserError
 
     if not isinstance(arguments, dict):
         raise TypeError("the arguments must be an object with the name of each")
@@ -219,26 +212,14 @@ def _check(tool: Callable[..., Any], arguments: Any) -> None:
         if parameter.name not in hints or value is None and parameter.default is None:
             continue
         try:
-            _check_type(hints[parameter.name], value)
+            adapter = TypeAdapter(hints[parameter.name])
+        except PydanticUserError:  # pydantic does not know the type
+            continue
+        try:
+            adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, [name, *one['loc']]))}: {one['msg']}" for one in error.errors()[:3]]
             raise TypeError("; ".join(problems)) from None
-
-
-def _check_type(hint: Any, value: Any) -> None:
-    """Check a value of JSON against a type hint, as far as pydantic knows the type.
-
-    Raises:
-        pydantic.ValidationError: it does not fit.
-    """
-    from pydantic import TypeAdapter
-    from pydantic.errors import PydanticUserError
-
-    try:
-        adapter = TypeAdapter(hint)
-    except PydanticUserError:
-        return
-    adapter.validate_json(json.dumps(value), strict=True)
 
 
 def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -354,7 +335,7 @@ def _as_text(message: Message, world: Environment) -> Message:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         if isinstance(world, ToolEnvironment):
             try:
-                world.check_call(function["name"], arguments)
+                _check(world._tool(function["name"]), arguments)
             except Exception as error:
                 raise UserError(f"supervised_chat: a call of {function['name']}: {describe_error(error)}") from error
         calls.append(str(ToolCall(function["name"], json.dumps(arguments))))

@@ -46,13 +46,6 @@ def reach_without_proxy(*hosts: str) -> None:
         os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *hosts])))
 
 
-def _files_of(kind: Any) -> set[str]:
-    """Return the source files of a class and its base classes, without those of this package."""
-    own = [base for base in getattr(kind, "__mro__", ()) if not base.__module__.startswith("trainer.")]
-    codes = [getattr(value, "__code__", None) for base in own for value in vars(base).values()]
-    return {code.co_filename for code in codes if code is not None}
-
-
 WRONG_VALUE = "returned a wrong value"
 """The beginning of the reason why a call has failed, if its method has returned what it must not."""
 
@@ -94,7 +87,9 @@ class EnvironmentHandler(Handler):
         self._kind = kind = find_environment(name)
         self._options = options
         self._players = players_of(kind)
-        self._files = _files_of(kind)
+        own = [base for base in getattr(kind, "__mro__", ()) if not base.__module__.startswith("trainer.")]
+        codes = [getattr(value, "__code__", None) for base in own for value in vars(base).values()]
+        self._files = {code.co_filename for code in codes if code is not None}  # of the user
         self._is_agent = is_safe = is_agent(kind)
         if self._is_agent:
             reach_without_proxy("127.0.0.1", "localhost")
@@ -124,7 +119,12 @@ class EnvironmentHandler(Handler):
     async def compute(self, call: list[Any]) -> dict[str, Any]:
         number, method, *arguments = call
         if self._is_agent:
-            return await self._run_agent(*arguments)
+            row, seed, endpoint = arguments
+            reach_without_proxy(urlsplit(endpoint["base_url"]).hostname or "")
+            agent = self._make()
+            value = await self._run(agent.run, row, seed, Endpoint(**endpoint))
+            with checks_value(agent.run):
+                return _result(value) | _player_rewards(value, self._players)
         if method == "close":
             await self._close(number)
             return {}
@@ -155,11 +155,16 @@ class EnvironmentHandler(Handler):
         with checks_value(function):
             if method == "reset" and not (self._players and hasattr(value, "messages")):
                 value = StepResult(_messages(value), player=self._players[0] if self._players else "")
-            result = _step(value)
-            result |= _turn(value, result["done"], self._players)
+            result = _step(value, self._players)
             if method == "reset" and result["done"]:
                 raise ValueError("the episode is done before the policy has replied")
-        _cut(result["messages"], self._most_characters)
+        # The policy never sees a part of an answer: what has more characters has more tokens than a prompt may have.
+        left = self._most_characters
+        for message in result["messages"]:
+            content = message["content"]
+            if len(content) > left:
+                message["content"] = f"{content[:left]}… ({len(content) - left:,} more characters)"
+            left = max(0, left - len(content))
         result["state"] = None
         if callable(getattr(environment, "save", None)) and not result["done"]:
             state = await self._run(environment.save)
@@ -168,13 +173,6 @@ class EnvironmentHandler(Handler):
                     raise TypeError(f"it must be at most {MAX_STATE:,} bytes, not {type(state).__name__}")
             result["state"] = base64.b64encode(state).decode()
         return result
-
-    async def _run_agent(self, row: Mapping[str, Any], seed: int, endpoint: dict[str, str]) -> dict[str, Any]:
-        reach_without_proxy(urlsplit(endpoint["base_url"]).hostname or "")
-        agent = self._make()
-        value = await self._run(agent.run, row, seed, Endpoint(**endpoint))
-        with checks_value(agent.run):
-            return _result(value) | _player_rewards(value, self._players)
 
     def _make(self) -> Any:
         try:
@@ -215,7 +213,12 @@ def _result(value: Any) -> dict[str, Any]:
     return _numbers(value, RESERVED | {"samples", "errors"}, "episode")
 
 
-def _step(value: Any) -> dict[str, Any]:
+def _step(value: Any, players: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of what an environment has answered.
+
+    Raises:
+        TypeError, ValueError: it is no `StepResult`, or names other players than the class.
+    """
     if not all(hasattr(value, name) for name in ("messages", "reward", "done")):
         raise TypeError(
             f"it must be a trainer.environments.StepResult(messages, reward, done), not {type(value).__name__}"
@@ -224,20 +227,12 @@ def _step(value: Any) -> dict[str, Any]:
     if not done and value.messages in ([], ()):
         raise ValueError("there is no message, and the episode is not done; return a message, or done=True")
     numbers = _numbers(value, RESERVED, "environment")
-    return {"messages": _messages(value.messages, may_be_empty=done), **numbers, "done": done}
-
-
-def _turn(value: Any, done: bool, players: Sequence[str]) -> dict[str, Any]:
-    """Return the fields `player` and `player_rewards` of a `StepResult`.
-
-    Raises:
-        ValueError: they name other players than the class.
-    """
+    messages = _messages(value.messages, may_be_empty=done)
     player = getattr(value, "player", "")
     if player not in (players or ("",)) and not (done and player == ""):
         named = f"it must be one of {', '.join(players)}" if players else "the class has no attribute `players`"
         raise ValueError(f"player={player!r:.80}: {named}")
-    return {"player": player, **_player_rewards(value, players)}
+    return {"messages": messages, **numbers, "done": done, "player": player, **_player_rewards(value, players)}
 
 
 def _player_rewards(value: Any, players: Sequence[str]) -> dict[str, Any]:
@@ -299,16 +294,3 @@ def _messages(value: Any, may_be_empty: bool = False) -> list[dict[str, Any]]:
     if nests_deeply(messages):
         raise ValueError("the messages are nested too deeply")
     return [{**message, "content": str(given["content"])} for message, given in zip(messages, value, strict=True)]
-
-
-def _cut(messages: list[dict[str, Any]], most_characters: int) -> None:
-    """Cut the contents behind so many characters, and say how many are left out.
-
-    The policy never sees a part of an answer: what has more characters has more tokens than a prompt may have.
-    """
-    left = most_characters
-    for message in messages:
-        content = message["content"]
-        if len(content) > left:
-            message["content"] = f"{content[:left]}… ({len(content) - left:,} more characters)"
-        left = max(0, left - len(content))

@@ -55,7 +55,6 @@ from trainer.sources.routes import (
     check_source,
     find_refusals,
     make_routes,
-    make_scorers,
     read_prompts,
     read_source,
 )
@@ -149,10 +148,9 @@ def _run(cfg: Config, subject: Subject, device: str, lock: RunLock, results: Res
         cluster = ends.enter_context(cluster_of(cfg, device))
         pool = EnginePool(cfg, cluster, weights, path, keeps_weights=True)
         ends.callback(pool.leave)
-        scorers = make_scorers(
-            cfg, sources.values(), lambda own: None if own.environment.name else make_scorer(own, cache)
+        routes = make_routes(
+            cfg, sources.values(), lambda own: None if own.environment.name else make_scorer(own, cache), tokenizer
         )
-        routes = make_routes(cfg, scorers, tokenizer)
         rollouts = Rollouts(cfg, pool, stop_token_ids(path, tokenizer), routes, journal)
         ends.enter_context(rollouts)
         with stage("starting the engines"):

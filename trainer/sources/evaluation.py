@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from trainer.config import Config, ValSetConfig
+from trainer.config import Config
 from trainer.data.datasets import Prompt
 from trainer.environments.episode_runner import RolloutRequest
 from trainer.episodes import Episode
@@ -74,59 +74,53 @@ class RolloutEvaluator:
 
         The metrics of these prompts are of one greedy episode each, and of `rollout.val_n` sampled ones.
         """
+        r, rollouts = self.cfg.rollout, self._rollouts
         metrics: dict[str, float] = {}
         greedy: list[Episode] = []
         sampled: list[Episode] = []
         sets: dict[str, list[Episode]] = {}
-        with self._rollouts.engines.awake():
+        with rollouts.engines.awake():
             if with_default and self._prompts:
-                greedy, sampled = self._run_default(step)
+                purpose = f"the evaluation of step {step}"
+                greedy = rollouts.evaluate(self._requests(step, [0], rollouts.greedy()), purpose)
+                if r.val_n > 0:
+                    sampling = rollouts.sampling(r.temperature or 1.0, r.top_p, r.top_k)
+                    requests = self._requests(step, range(1, 1 + r.val_n), sampling)
+                    sampled = rollouts.evaluate(requests, f"pass@{r.val_n} of step {step}")
                 metrics = self._reward_metrics(greedy, step) | (self._pass_at_k(sampled) if sampled else {})
             for name in names:
-                sets[name] = self._run_set(name, step)
-                metrics |= self._set_metrics(name, sets[name], step)
-        self._rollouts.journal.wait()  # what is logged must come back after a kill
-        _check_version([*greedy, *sampled, *(episode for episodes in sets.values() for episode in episodes)])
+                sets[name], of_set = self._evaluate_set(name, step)
+                metrics |= of_set
+        rollouts.journal.wait()  # what is logged must come back after a kill
+        samples = [
+            sample
+            for episode in [*greedy, *sampled, *(episode for episodes in sets.values() for episode in episodes)]
+            for sample in episode.samples
+            if sample.mask.any()
+        ]
+        versions = {version for sample in samples for version in sample.weight_versions or ()}
+        assert len(versions) <= 1, f"several versions of the weights were evaluated as one: {sorted(versions)}"
         return Evaluation(metrics, greedy, sampled, sets)
 
-    def _run_default(self, step: int) -> tuple[list[Episode], list[Episode]]:
-        """Run the prompts that belong to no set; return their greedy episodes, and the sampled ones."""
-        r, rollouts = self.cfg.rollout, self._rollouts
-        purpose = f"the evaluation of step {step}"
-        greedy = rollouts.evaluate(self._requests(step, [0], rollouts.greedy()), purpose)
-        if r.val_n == 0:
-            return greedy, []
-        sampling, purpose = rollouts.sampling(r.temperature or 1.0, r.top_p, r.top_k), f"pass@{r.val_n} of step {step}"
-        return greedy, rollouts.evaluate(self._requests(step, range(1, 1 + r.val_n), sampling), purpose)
-
-    def _run_set(self, name: str, step: int) -> list[Episode]:
-        """Run the episodes of a named set, those of one row together."""
-        settings = self.cfg.data.val_sets[name]
-        sampling, purpose = self._sampling_of(settings), f"the evaluation of {name} in step {step}"
+    def _evaluate_set(self, name: str, step: int) -> tuple[list[Episode], dict[str, float]]:
+        """Return the episodes of a named set, those of one row together, and their metrics."""
+        r, settings = self.cfg.rollout, self.cfg.data.val_sets[name]
+        temperature, purpose = settings.temperature_in(self.cfg), f"the evaluation of {name} in step {step}"
+        top_p, top_k = (settings.top_p or r.top_p, settings.top_k or r.top_k) if temperature else (1.0, -1)
+        sampling = self._rollouts.sampling(temperature, top_p, top_k)
+        sampling = dataclasses.replace(sampling, max_tokens=settings.max_response_tokens or sampling.max_tokens)
         requests = [
             RolloutRequest(prompt, f"val:{name}:{prompt.index}", step, number, sampling)
             for prompt in self._sets[name]
             for number in range(settings.n)
         ]
-        return self._rollouts.evaluate(requests, purpose)
-
-    def _set_metrics(self, name: str, episodes: Sequence[Episode], step: int) -> dict[str, float]:
-        """Return the metrics of the episodes of a named set."""
-        settings = self.cfg.data.val_sets[name]
+        episodes = self._rollouts.evaluate(requests, purpose)
         found = means_of(row_values(rewards_by_row(episodes, settings.n), settings.reward.success_threshold))
         if not found:
-            LOG.warning("the evaluation of %s in step %d: no reward is known, so there is no accuracy", name, step)
+            LOG.warning("%s: no reward is known, so there is no accuracy", purpose)
         found["failures"] = float(sum(bool(episode.failure) for episode in episodes))
         found |= player_metrics(episodes)
-        return {of_val_set(name, measure): value for measure, value in found.items()}
-
-    def _sampling_of(self, settings: ValSetConfig) -> Sampling:
-        """Return how the completions of a named set are drawn."""
-        r = self.cfg.rollout
-        temperature = settings.temperature_in(self.cfg)
-        top_p, top_k = (settings.top_p or r.top_p, settings.top_k or r.top_k) if temperature else (1.0, -1)
-        sampling = self._rollouts.sampling(temperature, top_p, top_k)
-        return dataclasses.replace(sampling, max_tokens=settings.max_response_tokens or sampling.max_tokens)
+        return episodes, {of_val_set(name, measure): value for measure, value in found.items()}
 
     def _requests(self, step: int, numbers: Sequence[int], sampling: Sampling) -> list[RolloutRequest]:
         return [
@@ -159,10 +153,3 @@ class RolloutEvaluator:
 def rewards_by_row(episodes: Sequence[Episode], n: int) -> list[list[float | None]]:
     """Return the rewards of the n episodes of each row, which follow one another."""
     return [[episode.reward for episode in episodes[i : i + n]] for i in range(0, len(episodes), n)]
-
-
-def _check_version(episodes: Sequence[Episode]) -> None:
-    """Check that one version of the weights has sampled all tokens: an evaluation is of one version."""
-    samples = [sample for episode in episodes for sample in episode.samples if sample.mask.any()]
-    versions = {version for sample in samples for version in sample.weight_versions or ()}
-    assert len(versions) <= 1, f"several versions of the weights were evaluated as one: {sorted(versions)}"

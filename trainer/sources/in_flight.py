@@ -32,7 +32,7 @@ from trainer.journal.turns import TurnRecord
 from trainer.metrics.timing import Timer
 from trainer.process.failpoints import failpoint
 from trainer.sources.episode_metrics import mean_versions
-from trainer.sources.rollouts import Group, GroupRecord, Rollouts
+from trainer.sources.rollouts import Group, Rollouts
 from trainer.sources.sampling import RowGroup, SamplingSource, StepInFlight
 
 _IN_FLIGHT = "in flight"
@@ -187,21 +187,22 @@ class _FlyingGroup:
         self.task: asyncio.Task[RowGroup]
 
 
-class _RecordInFlight(GroupRecord):
-    """The record of one group. Its key has neither a step nor a history: it is the same after a kill."""
+class _GroupInFlight(Group):
+    """Episodes of a row in flight. The key of their record has neither a step nor a history: a kill does not change it.
+
+    Args:
+        flying: the row.
+    """
 
     def __init__(self, source: InFlightSource, flying: _FlyingGroup, requests: Sequence[RolloutRequest]):
         self._source = source
         self._flying = flying
-        super().__init__(
-            source.rollouts.journal,
-            [dataclasses.replace(requests[0], step=0), *requests[1:]],
-            _IN_FLIGHT,
-            is_whole=True,
-        )
+        rollouts = source.rollouts
+        route = rollouts.routes[requests[0].prompt.source]
+        super().__init__(rollouts.journal, requests, route, _IN_FLIGHT, is_whole=True, step=0)
 
-    async def find(self) -> dict[int, Episode]:
-        """Return the episodes of the newest valid record. Waits for the version of one that may become valid."""
+    async def find(self) -> None:
+        """Take the episodes of the newest valid record. Waits for the version of one that may become valid."""
         replay, histories = self.journal.replay, self._source.histories
         for key in self._members:
             candidates = replay.candidates(key)
@@ -217,12 +218,8 @@ class _RecordInFlight(GroupRecord):
                     lambda newest=newest: histories.newest != newest or self._flying.is_needed
                 )
             replay.miss()
-        return {}
 
-    def _record(self, records: Mapping[str, Sequence[Episode]]) -> None:
-        self._add_records(records)
-
-    def _add_records(self, records: Mapping[str, Sequence[Episode]], turns: Sequence[TurnRecord] = ()) -> None:
+    def _record(self, records: Mapping[str, Sequence[Episode]], turns: Sequence[TurnRecord] = ()) -> None:
         version, history = self._source.histories.newest  # the engines never have newer weights than that
         self._flying.sampled_by.append(version)
         self.journal.add(self._flying.last_step, records, history, version, turns)
@@ -231,9 +228,6 @@ class _RecordInFlight(GroupRecord):
         turns = self.journal.replay.take_turns(None, key)
         self._flying.sampled_by += {turn.sampled_by[0] for turn in turns if turn.sampled_by is not None}
         return turns
-
-    def _record_turn(self, turn: TurnRecord) -> None:
-        self._add_records({}, [turn])
 
     async def _is_valid(self, turn: TurnRecord) -> bool:
         if turn.sampled_by is None:
@@ -343,13 +337,11 @@ class InFlightSource(SamplingSource):
     async def _fly(self, number: int, flying: _FlyingGroup) -> RowGroup:
         """Sample one group, with its baseline."""
 
-        def record(requests: Sequence[RolloutRequest]) -> GroupRecord:
-            return _RecordInFlight(self, flying, requests)
-
         async def sample(numbers: Sequence[int], greedy: bool) -> list[Episode]:
             sampling = self.rollouts.greedy() if greedy else self._sampling
             requests = self._requests([flying.row], flying.version, numbers, sampling)
-            (group,) = await self.rollouts.run_groups(requests, f"step {flying.last_step}", record)
+            group = _GroupInFlight(self, flying, requests)
+            await self.rollouts.run_groups([group], f"step {flying.last_step}")
             flying.groups.append(group)
             return group.episodes
 

@@ -8,8 +8,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from trainer.config import Config
@@ -17,11 +16,12 @@ from trainer.data.datasets import name_in_mix, of_source
 from trainer.data.records import key_of_episode
 from trainer.data.row_files import digest_rows
 from trainer.environments.episode_runner import EpisodeRunner, RolloutRequest
+from trainer.environments.turns import EpisodeTurns, reply_name
 from trainer.episodes import Episode
 from trainer.errors import UserError
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.generation.engine_pool import EnginePool
-from trainer.generation.event_loop import EventLoop, all_of
+from trainer.generation.event_loop import all_of
 from trainer.journal.journal import Journal
 from trainer.journal.turns import TurnRecord
 from trainer.process import time_limits
@@ -29,7 +29,6 @@ from trainer.process.signals import CONTINUES
 from trainer.rewards.scorer import Scoring
 from trainer.rewards.terms import RewardInput
 from trainer.sources.routes import Route
-from trainer.sources.turns import EpisodeTurns, reply_name
 
 LOG = logging.getLogger(__name__)
 
@@ -44,108 +43,54 @@ _OUTCOMES = {
 """What becomes of failures, by the section of the config that gives the rewards, and its `on_failure`."""
 
 
-class GroupRecord:
-    """What the journal has of a group, and what it gets: one record for each episode, or for all if `is_whole`.
+class Group:
+    """The episodes of one prompt that are asked for together, and their records in the journal.
 
     Args:
-        history: of the weights that sample the group.
-        decides: digests of what decides the episodes besides the settings of the run.
+        requests: of the episodes.
+        history: of the weights that sample them.
+        is_whole: they have one record together. Else each has its own.
+        step: the step that trains on them, as their keys have it.
     """
 
     def __init__(
         self,
         journal: Journal,
         requests: Sequence[RolloutRequest],
+        route: Route,
         history: str,
         is_whole: bool,
-        decides: Sequence[str] = (),
+        step: int,
     ):
-        self.journal = journal
-        self.step = requests[0].step
+        self.journal, self.requests, self.route, self.step = journal, requests, route, step
+        self.order = 0
+        """Among those that begin together."""
+        self.found: dict[int, Episode] = {}
+        """Those that the journal had, by the indices of their requests."""
+        self.made: dict[int, Episode] = {}
+        """Those that were run, with their rewards."""
+        self.asks: dict[int, _Asks] = {}
+        """How those that run ask for replies."""
+        self.replies: Counter[str] = Counter()
+        """How many replies were sampled, and how many the journal had, as `journal/…` names them."""
         self._history = history
-        self._episodes: dict[int, Episode] = {}
         self._kept: set[str] = set()
         self._members: dict[str, list[int]] = {}
         """The indices of the requests of each record, by its key."""
+        first, prompt = requests[0], requests[0].prompt
+        content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
+        sampling, more = tuple(vars(first.sampling).values()), [route.decides] if route.decides else []
+
+        def key_of(numbers: list[int]) -> str:
+            return journal.key(step, first.group, sampling, content, numbers, *more, history=history)
+
         numbers = [request.number for request in requests]
-        content = content_of(requests[0])
-        key = journal.key(self.step, *content, [], *decides, history=history)
+        key = key_of([])
         self._keys = [key_of_episode(key, number) for number in numbers]
         if journal.is_on and is_whole:
-            key = journal.key(self.step, *content, numbers, *decides, history=history)
-            self._members = {key: list(range(len(requests)))}
+            self._members = {key_of(numbers): list(range(len(requests)))}
         elif journal.is_on:
             self._members = {key: [index] for index, key in enumerate(self._keys)}
-
-    async def find(self) -> dict[int, Episode]:
-        """Return the episodes that the journal has, by the indices of their requests."""
-        if not self._members:
-            return {}
-        return self._take(self.journal.replay.find(self.step, list(self._members)))
-
-    def _take(self, found: Mapping[str, Sequence[Episode]]) -> dict[int, Episode]:
-        self._kept |= found.keys()
-        return {i: one for key, some in found.items() for i, one in zip(self._members[key], some, strict=True)}
-
-    def keep(self, episodes: Mapping[int, Episode]) -> None:
-        """Record episodes with their rewards. Records with a failure wait for `accept`."""
-        self._episodes |= episodes
-        self._add(lambda episode: not episode.failure)
-
-    def accept(self) -> None:
-        """Record the rest: it is known that not too many episodes have failed."""
-        self._add(lambda episode: True)
-
-    def _add(self, may_be_kept: Callable[[Episode], bool]) -> None:
-        records = {
-            key: [self._episodes[index] for index in indices]
-            for key, indices in self._members.items()
-            if key not in self._kept
-            and all(index in self._episodes and may_be_kept(self._episodes[index]) for index in indices)
-        }
-        if records:
-            self._kept |= records.keys()
-            self._record(records)
-
-    def _record(self, records: Mapping[str, Sequence[Episode]]) -> None:
-        self.journal.add(self.step, records, self._history)
-
-    def turns(self, index: int) -> EpisodeTurns:
-        """Return the turns of the episode of a request."""
-        key = self._keys[index]
-        return EpisodeTurns(key, self._take_turns(key), self._record_turn, self._is_valid)
-
-    def _take_turns(self, key: str) -> Sequence[TurnRecord]:
-        return self.journal.replay.take_turns(self.step, key)
-
-    def _record_turn(self, turn: TurnRecord) -> None:
-        self.journal.add(self.step, {}, self._history, None, [turn])
-
-    _is_valid: Callable[[TurnRecord], Awaitable[bool]] | None = None
-
-
-def content_of(first: RolloutRequest) -> tuple[Any, ...]:
-    """Return what decides the episodes of a group besides their numbers, the step, the weights and the config."""
-    prompt = first.prompt
-    content = digest_rows([prompt.row], prompt.token_ids, prompt.text, prompt.answer, prompt.messages)
-    return first.group, tuple(vars(first.sampling).values()), content
-
-
-@dataclass
-class Group:
-    """The episodes of one prompt that are asked for together, with their rewards once they are finished."""
-
-    order: int
-    """Among those that begin together."""
-    requests: Sequence[RolloutRequest]
-    record: GroupRecord
-    route: Route
-    found: dict[int, Episode] = field(default_factory=dict)
-    """Those that the journal had, by the indices of their requests."""
-    made: dict[int, Episode] = field(default_factory=dict)
-    """Those that were run."""
-    replies: Counter[str] = field(default_factory=Counter)
-    """How many replies were sampled, and how many the journal had, as `journal/…` names them."""
 
     @property
     def source(self) -> str:
@@ -161,34 +106,96 @@ class Group:
         both = self.found | self.made
         return [both[index] for index in range(len(self.requests))]
 
+    async def find(self) -> None:
+        """Take the episodes that the journal has."""
+        if self._members:
+            self._take(self.journal.replay.find(self.step, list(self._members)))
+
+    def _take(self, found: Mapping[str, Sequence[Episode]]) -> None:
+        self._kept |= found.keys()
+        for key, episodes in found.items():
+            self.found |= zip(self._members[key], episodes, strict=True)
+
+    def keep(self, episodes: Mapping[int, Episode]) -> None:
+        """Take episodes with their rewards, and record them. Records with a failure wait for `accept`."""
+        self.made |= episodes
+        self._add(with_failures=False)
+
+    def accept(self) -> None:
+        """Record the rest: it is known that not too many episodes have failed."""
+        self._add(with_failures=True)
+
+    def _add(self, with_failures: bool) -> None:
+        records = {}
+        for key, indices in self._members.items():
+            episodes = [self.made[index] for index in indices if index in self.made]
+            is_complete = key not in self._kept and len(episodes) == len(indices)
+            if is_complete and (with_failures or not any(episode.failure for episode in episodes)):
+                records[key] = episodes
+        if records:
+            self._kept |= records.keys()
+            self._record(records)
+
+    def _record(self, records: Mapping[str, Sequence[Episode]], turns: Sequence[TurnRecord] = ()) -> None:
+        self.journal.add(self.step, records, self._history, None, turns)
+
+    def turns(self, index: int) -> EpisodeTurns:
+        """Return the turns of the episode of a request."""
+        key = self._keys[index]
+        return EpisodeTurns(key, self._take_turns(key), lambda turn: self._record({}, [turn]), self._is_valid)
+
+    def _take_turns(self, key: str) -> Sequence[TurnRecord]:
+        return self.journal.replay.take_turns(self.step, key)
+
+    _is_valid: Callable[[TurnRecord], Awaitable[bool]] | None = None
+
 
 class _Asks:
     """How one episode asks for completions (see `trainer.environments.episode_runner.Asks`)."""
+
+    request: Request
+    """The one that waits for the others of its batch."""
+    recorded: Completion | None
+    """What the journal has as its completion."""
+    reply: asyncio.Future[Completion]
 
     def __init__(self, together: _Together, order: tuple[int, int], turns: EpisodeTurns):
         self._together = together
         self.order = order
         self.turns = turns
+        together.asking.add(self)
 
     async def __call__(self, request: Request, turn: str) -> Completion:
-        return await self._together.complete(self, request, turn)
+        together, name = self._together, reply_name(turn, request)
+        together.count("rollout", 1)
+        try:
+            recorded = await self.turns.find(name)
+            if together.engines.unit == "request":
+                completion = recorded or await together.engines.complete(request)
+            else:
+                self.request, self.recorded = request, recorded
+                self.reply = asyncio.get_running_loop().create_future()
+                together.waiting.add(self)
+                together.begin_batch()
+                completion = await self.reply
+        finally:
+            together.count("rollout", -1)
+        if recorded is None:
+            self.turns.add_reply(name, completion, together.has_company)
+        return completion
 
     def finish(self) -> None:
-        self._together.finish(self)
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A request that waits for the others of its batch."""
-
-    request: Request
-    future: asyncio.Future[Completion]
-    recorded: Completion | None
-    """What the journal has as its completion."""
+        together = self._together
+        if self in together.asking:
+            together.asking.discard(self)
+            together.waiting.discard(self)
+            together.begin_batch()
+            if not together.asking:
+                together.on_asked()
 
 
 class _Together:
-    """Groups that begin together.
+    """Episodes that begin together.
 
     With engines of `unit = "batch"`, completions are made when all episodes that may ask for one do so: what is in a
     batch never depends on time.
@@ -201,51 +208,20 @@ class _Together:
     def __init__(self, engines: EnginePool, count: Callable[[str, int], None], on_asked: Callable[[], None]):
         self.engines = engines
         self.has_company = engines.unit == "batch" and engines.repeats  # others decide the bits of a completion
-        self._count = count
-        self._on_asked = on_asked
-        self._asking: set[_Asks] = set()
-        self._waiting: dict[_Asks, _Waiting] = {}
+        self.count = count
+        self.on_asked = on_asked
+        self.asking: set[_Asks] = set()
+        self.waiting: set[_Asks] = set()
         self._batches: set[asyncio.Task[None]] = set()
 
-    def begin(self, order: tuple[int, int], turns: EpisodeTurns) -> _Asks:
-        asks = _Asks(self, order, turns)
-        self._asking.add(asks)
-        return asks
-
-    async def complete(self, asks: _Asks, request: Request, turn: str) -> Completion:
-        name = reply_name(turn, request)
-        self._count("rollout", 1)
-        try:
-            recorded = await asks.turns.find(name)
-            if self.engines.unit == "request":
-                completion = recorded or await self.engines.complete(request)
-            else:
-                waiting = _Waiting(request, asyncio.get_running_loop().create_future(), recorded)
-                self._waiting[asks] = waiting
-                self._begin_batch()
-                completion = await waiting.future
-        finally:
-            self._count("rollout", -1)
-        if recorded is None:
-            asks.turns.add_reply(name, completion, self.has_company)
-        return completion
-
-    def finish(self, asks: _Asks) -> None:
-        if asks not in self._asking:
-            return
-        self._asking.discard(asks)
-        self._waiting.pop(asks, None)
-        self._begin_batch()
-        if not self._asking:
-            self._on_asked()
-
-    def _begin_batch(self) -> None:
-        if self._waiting and len(self._waiting) == len(self._asking):
-            waiting, self._waiting = sorted(self._waiting.items(), key=lambda item: item[0].order), {}
-            self._batches.add(task := asyncio.ensure_future(self._complete([item for _, item in waiting])))
+    def begin_batch(self) -> None:
+        """Complete the requests that wait, if all episodes do that may ask for more."""
+        if self.waiting and len(self.waiting) == len(self.asking):
+            waiting, self.waiting = sorted(self.waiting, key=lambda one: one.order), set()
+            self._batches.add(task := asyncio.ensure_future(self._complete(waiting)))
             task.add_done_callback(self._batches.discard)
 
-    async def _complete(self, waiting: Sequence[_Waiting]) -> None:
+    async def _complete(self, waiting: Sequence[_Asks]) -> None:
         """Answer a batch. If a reply is missing, and the others decide its last bits, they are generated with it."""
         lacks = any(one.recorded is None for one in waiting)
         batch = [one for one in waiting if one.recorded is None or lacks and self.has_company]
@@ -253,13 +229,13 @@ class _Together:
             completions = await self.engines.complete_together([one.request for one in batch]) if batch else []
         except BaseException as error:
             for one in waiting:
-                if not one.future.done():
-                    one.future.set_exception(error)
+                if not one.reply.done():
+                    one.reply.set_exception(error)
             return
-        made = {id(one): completion for one, completion in zip(batch, completions, strict=True)}
+        made = dict(zip(batch, completions, strict=True))
         for one in waiting:
-            if not one.future.done():
-                one.future.set_result(one.recorded or made[id(one)])
+            if not one.reply.done():
+                one.reply.set_result(one.recorded or made[one])
 
 
 class Rollouts:
@@ -282,13 +258,10 @@ class Rollouts:
         self.cfg = cfg
         self.journal = journal
         self.engines = engines
+        self.loop = engines.loop
         self._stop_tokens = stop_tokens
         self.routes = routes
         self._counts: Counter[str] = Counter()
-
-    @property
-    def loop(self) -> EventLoop:
-        return self.engines.loop
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -304,73 +277,50 @@ class Rollouts:
 
     def evaluate(self, requests: Sequence[RolloutRequest], purpose: str) -> list[Episode]:
         """Return episodes with their rewards under the weights of now, on the main thread (see `run`)."""
-        return self.loop.run(self.run(requests, purpose, self.exact_record(self.journal.history)))
-
-    def exact_record(self, history: str) -> Callable[[Sequence[RolloutRequest]], GroupRecord]:
-        """Return what makes the records of groups that one version of the weights samples (see `GroupRecord`)."""
-
-        def record(some: Sequence[RolloutRequest]) -> GroupRecord:
-            route = self.routes[some[0].prompt.source]
-            return GroupRecord(
-                self.journal, some, history, route.wants_groups, [route.decides] if route.decides else []
-            )
-
-        return record
+        groups = self.loop.run(self.run(requests, purpose, self.journal.history))
+        return [episode for group in groups for episode in group.episodes]
 
     async def run(
         self,
         requests: Sequence[RolloutRequest],
         purpose: str,
-        record: Callable[[Sequence[RolloutRequest]], GroupRecord],
+        history: str,
         on_asked: Callable[[], None] = lambda: None,
-        replies: Counter[str] | None = None,
-    ) -> list[Episode]:
-        """Return episodes with their rewards: those that the journal has, and those that are run now.
+    ) -> list[Group]:
+        """Return groups with their rewards: episodes that the journal has, and those that are run now.
 
         Args:
             requests: those of one group together.
             purpose: names what the episodes are for, in messages.
-            record: returns the record of a group.
+            history: of the weights that sample them, which are of one version.
             on_asked: called when the engines have no more to do for these episodes.
-            replies: gets what `Group.replies` counts.
 
         Raises:
             UserError: too many have failed.
         """
-        groups = await self.run_groups(requests, purpose, record, on_asked)
-        for group in groups if replies is not None else ():
-            replies.update(group.replies)
+        groups = []
+        for _, members in itertools.groupby(requests, lambda request: request.group):
+            some = list(members)
+            route = self.routes[some[0].prompt.source]
+            groups.append(Group(self.journal, some, route, history, route.wants_groups, some[0].step))
+        await self.run_groups(groups, purpose, on_asked)
         self.judge(groups, purpose)
         self.journal.flush()  # while the ranks score the episodes
-        return [episode for group in groups for episode in group.episodes]
+        return groups
 
     async def run_groups(
-        self,
-        requests: Sequence[RolloutRequest],
-        purpose: str,
-        record: Callable[[Sequence[RolloutRequest]], GroupRecord],
-        on_asked: Callable[[], None] = lambda: None,
-    ) -> list[Group]:
-        """Return the groups of `run`. The caller gives them to `judge`."""
+        self, groups: Sequence[Group], purpose: str, on_asked: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take what the journal has of groups; run and score their other episodes. The caller gives them to `judge`."""
         together = _Together(self.engines, self._count, on_asked)
-        groups = []
-        for order, (_, members) in enumerate(itertools.groupby(requests, lambda request: request.group)):
-            some = list(members)
-            groups.append(Group(order, some, record(some), self.routes[some[0].prompt.source]))
-        await all_of([self._find(group) for group in groups])
+        await all_of([group.find() for group in groups])
         is_partial = any(group.missing for group in groups) and any(group.found for group in groups)
         needs_batch = is_partial and together.has_company
-        todo = {
-            group.order: range(len(group.requests)) if needs_batch else group.missing
-            for group in groups
-            if needs_batch or group.missing
-        }
-        running = [groups[order] for order in todo]
-        asks = {
-            (order, index): together.begin((order, index), groups[order].record.turns(index))
-            for order, some in todo.items()
-            for index in some
-        }
+        for order, group in enumerate(groups):
+            group.order = order
+            for index in range(len(group.requests)) if needs_batch else group.missing:
+                group.asks[index] = _Asks(together, (order, index), group.turns(index))
+        running = [group for group in groups if group.asks]
         async with contextlib.AsyncExitStack() as block:
             runners: dict[EpisodeRunner, Any] = {}
             scorings: dict[str, Scoring] = {}
@@ -383,37 +333,25 @@ class Rollouts:
                     scoring = group.route.scorer.open(of_source(purpose, [source]), count, self._on_ranks)
                     scorings[source] = await block.enter_async_context(scoring)
             await all_of(
-                [
-                    self._run_group(
-                        group,
-                        {index: asks[group.order, index] for index in todo[group.order]},
-                        runners[group.route.episodes],
-                        scorings.get(group.source),
-                    )
-                    for group in running
-                ]
+                [self._run_group(group, runners[group.route.episodes], scorings.get(group.source)) for group in running]
             )
-        if not asks:
+        if not running:
             on_asked()
-        self._count_replies(groups, asks)
-        return groups
+        self._count_replies(groups)
 
-    def _count_replies(self, groups: Sequence[Group], asks: Mapping[tuple[int, int], _Asks]) -> None:
+    def _count_replies(self, groups: Sequence[Group]) -> None:
         """Count the replies of each group, and log the recorded ones that were dropped."""
+        others: list[tuple[Group, int, EpisodeTurns]] = []
         for group in groups:
             group.replies["recorded"] += sum(episode.turns for episode in group.found.values())
-        for (order, index), one in asks.items():
-            turns, group = one.turns, groups[order]
-            turns.end()
-            group.replies["sampled"] += turns.sampled
-            if index not in group.found:
-                group.replies["recorded"] += turns.recorded
-                self.journal.replay.note_replies(turns.recorded)
-        others = [
-            (groups[order], index, one.turns)
-            for (order, index), one in asks.items()
-            if one.turns.dropped and index not in groups[order].found
-        ]
+            for index, turns in ((index, asks.turns) for index, asks in group.asks.items()):
+                turns.end()
+                group.replies["sampled"] += turns.sampled
+                if index not in group.found:
+                    group.replies["recorded"] += turns.recorded
+                    self.journal.replay.note_replies(turns.recorded)
+                    others += [(group, index, turns)] if turns.dropped else []
+            group.asks = {}
         if others:
             group, index, first = others[0]
             LOG.warning(
@@ -426,31 +364,22 @@ class Rollouts:
                 first.diverged,
             )
 
-    async def _find(self, group: Group) -> None:
-        group.found = await group.record.find()
-
-    async def _run_group(
-        self, group: Group, asks: Mapping[int, _Asks], runner_block: Any, scoring: Scoring | None
-    ) -> None:
+    async def _run_group(self, group: Group, runner_block: Any, scoring: Scoring | None) -> None:
         """Run the episodes of a group, and score and record those that the journal did not have.
 
         Episodes that may be scored one by one are, where the others of their group take longer.
         """
-        missing = set(group.missing)
         tasks = {
-            asyncio.ensure_future(self._run_episode(group, index, one, runner_block)): index
-            for index, one in asks.items()
+            asyncio.ensure_future(self._run_episode(group, index, asks, runner_block)): index
+            for index, asks in group.asks.items()
         }
         left, wait_s = set(tasks), None if group.route.wants_groups else time_limits.JOURNAL_FLUSH_S
         try:
             while left:
                 done, left = await asyncio.wait(left, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
                 ended = {tasks[task]: task.result() for task in done}
-                new = {index: ended[index] for index in sorted(ended) if index in missing}
-                if new:
-                    scored = await self._scored(group, new, scoring)
-                    group.made |= scored
-                    group.record.keep(scored)
+                if new := {index: ended[index] for index in sorted(ended) if index not in group.found}:
+                    group.keep(await self._scored(group, new, scoring))
         finally:
             for task in left:
                 task.cancel()
@@ -467,22 +396,31 @@ class Rollouts:
     async def _scored(
         self, group: Group, episodes: Mapping[int, Episode], scoring: Scoring | None
     ) -> dict[int, Episode]:
-        """Return episodes with their rewards. Without a scorer, the environment has given them, or they are 0."""
+        """Return episodes with their rewards. Without a scorer, the environment has given them, or they are 0.
+
+        An environment that may have failed through what the policy did has given a reward of 0, and is not left out:
+        else the policy could learn to leave that way.
+        """
+        results: Iterable[tuple[float, Mapping[str, float], str]]
         if scoring is None:
-            return {
-                index: _with_reward(group, one, one.reward or 0.0, dict(one.rewards), one.failure)
-                for index, one in episodes.items()
-            }
-        inputs = [_reward_input(group.requests[index], one) for index, one in episodes.items()]
-        self._count("reward", 1)
-        try:
-            scores = await scoring.score(group.order, inputs)
-        finally:
-            self._count("reward", -1)
-        return {
-            index: _with_reward(group, one, *result)
-            for (index, one), result in zip(episodes.items(), scores.each(), strict=True)
-        }
+            results = [(one.reward or 0.0, dict(one.rewards), one.failure) for one in episodes.values()]
+        else:
+            inputs = []
+            for index, one in episodes.items():
+                prompt = group.requests[index].prompt
+                about = prompt.answer, prompt.text, one.messages, prompt.row, one.status, one
+                inputs.append(RewardInput(one.text, *about))
+            self._count("reward", 1)
+            try:
+                results = (await scoring.score(group.order, inputs)).each()
+            finally:
+                self._count("reward", -1)
+        scored = {}
+        for (index, one), (reward, terms, reason) in zip(episodes.items(), results, strict=True):
+            is_left_out = reason and group.route.cfg.on_failure == "leave_out" and one.reward is None
+            own = None if is_left_out else reward
+            scored[index] = dataclasses.replace(one, reward=own, rewards=terms, failure=reason, source=group.source)
+        return scored
 
     async def _on_ranks(self, function: Callable[[], Any]) -> Any:
         """Call a function that computes on the ranks; engines that share their GPUs sleep meanwhile."""
@@ -511,8 +449,11 @@ class Rollouts:
         """
         by_limit: dict[tuple[str, float], dict[str, list[Group]]] = {}
         for group in groups:
-            if group.route.has_rewards:
-                by_limit.setdefault(_error_limit(group.route.cfg), {}).setdefault(group.source, []).append(group)
+            cfg = group.route.cfg
+            if cfg.environment.name or group.route.scorer is not None:
+                section = "environment" if cfg.environment.name else "reward"
+                limit = section, getattr(cfg, section).max_error_rate
+                by_limit.setdefault(limit, {}).setdefault(group.source, []).append(group)
         for (section, most), sources in by_limit.items():
             _refuse_above(section, most, sources, purpose)
             for source, some in sources.items():
@@ -526,43 +467,13 @@ class Rollouts:
                         "%s failed and %s; the first: %s", _share(section, len(failed), total, of), outcome, failed[0]
                     )
         for group in groups:
-            group.record.accept()
+            group.accept()
 
     def sampling(self, temperature: float, top_p: float, top_k: int) -> Sampling:
         return Sampling(temperature, top_p, top_k, self.cfg.rollout.max_response_tokens, self._stop_tokens)
 
     def greedy(self) -> Sampling:
         return self.sampling(0.0, 1.0, -1)
-
-
-def _with_reward(group: Group, episode: Episode, reward: float, terms: Mapping[str, float], reason: str) -> Episode:
-    """Return an episode with its reward.
-
-    Args:
-        reason: why the reward or the environment failed; empty: it did not. An environment that may have failed
-            through what the policy did has given a reward of 0: else the policy could learn to leave that way.
-    """
-    is_left_out = reason and group.route.cfg.on_failure == "leave_out" and episode.reward is None
-    return dataclasses.replace(
-        episode,
-        reward=None if is_left_out else reward,
-        rewards=terms,
-        failure=reason,
-        source=group.source,
-    )
-
-
-def _reward_input(request: RolloutRequest, episode: Episode) -> RewardInput:
-    """Return an episode as a scorer gets it."""
-    prompt = request.prompt
-    return RewardInput(episode.text, prompt.answer, prompt.text, episode.messages, prompt.row, episode.status, episode)
-
-
-def _error_limit(cfg: Config) -> tuple[str, float]:
-    """Return the section, `environment` or `reward`, that gives the rewards, and its `max_error_rate`."""
-    if cfg.environment.name:
-        return "environment", cfg.environment.max_error_rate
-    return "reward", cfg.reward.max_error_rate
 
 
 def _refuse_above(section: str, most: float, sources: Mapping[str, Sequence[Group]], purpose: str) -> None:

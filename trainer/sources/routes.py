@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,8 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
     found = load_large(data, tokenizer, longest, cfg.trainer.run_dir, as_rows) if split == "train" else None
     if found is None:
         found = load_rows(data, split) if as_rows else load_prompts(data, split, tokenizer, longest)
-    _warn_of_changed_answer(cfg, split, found.prompts, tokenizer)
-    return found
-
-
-def _warn_of_changed_answer(cfg: Config, split: str, prompts: Sequence[Prompt], tokenizer: Any) -> None:
-    """Name a reference answer that the policy cannot write, because the tokenizer changes it."""
-    key = cfg.data.answer_key if cfg.environment.name else None
-    changed = changed_answer(tokenizer, prompts, lambda one: one.answer if key is None else one.row.get(key))
+    key = data.answer_key if as_rows else None
+    changed = changed_answer(tokenizer, found.prompts, lambda one: one.answer if key is None else one.row.get(key))
     if changed is not None:
         place, answer, text = changed
         LOG.warning(
@@ -76,11 +70,12 @@ def _warn_of_changed_answer(cfg: Config, split: str, prompts: Sequence[Prompt], 
             "that the policy can write; a reward that does not take both for equal gives 0 to a right completion",
             cfg.data.name_of("answer_key"),
             cfg.data.answer_key,
-            prompts[place].index + 1,
+            found.prompts[place].index + 1,
             split,
             one_line(f"{answer!r:.80}"),
             one_line(f"{text!r:.80}"),
         )
+    return found
 
 
 def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:
@@ -102,10 +97,10 @@ def prompt_ledger(cfg: Config, prompts: Sequence[Prompt]) -> Ledger | MixLedger:
     if not cfg.data.mix:
         return _ledger_of_source(cfg, prompts)
     assert isinstance(prompts, MixedPrompts)
-    rows = prompts.sources
-    ledgers = {name: _ledger_of_source(cfg.of_source(f"mix.{name}"), rows[name], name) for name in rows}
-    weights = {name: source.weight for name, source in cfg.data.mix.items()}
-    return MixLedger(ledgers, weights, {name: len(some) for name, some in rows.items()})
+    ledgers = {
+        name: _ledger_of_source(cfg.of_source(f"mix.{name}"), rows, name) for name, rows in prompts.sources.items()
+    }
+    return MixLedger(ledgers, {name: source.weight for name, source in cfg.data.mix.items()})
 
 
 def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") -> Ledger:
@@ -117,17 +112,9 @@ def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") ->
         rows = ({"seen": (one.index, one.token_ids, one.answer), "row": one.row} for one in prompts)
         return digest_rows(rows, system_prompt)
 
-    path = cfg.data.curriculum
+    path = cfg.data.curriculum or ""
     curriculum = find_curriculum(path, cfg.data.name_of("curriculum")) if path else None
-    return Ledger(
-        prompts,
-        cfg.trainer.seed,
-        "prompts",
-        fingerprint,
-        curriculum=curriculum,
-        curriculum_name=path or "",
-        source=name,
-    )
+    return Ledger(prompts, cfg.trainer.seed, "prompts", fingerprint, curriculum, curriculum_name=path, source=name)
 
 
 @dataclass(frozen=True)
@@ -143,57 +130,41 @@ class Route:
     """Of a validation set: a digest of its environment and its reward, which the settings of the run do not hold."""
 
     @property
-    def has_rewards(self) -> bool:
-        """Whether an environment or a scorer gives the rewards."""
-        return bool(self.cfg.environment.name) or self.scorer is not None
-
-    @property
     def wants_groups(self) -> bool:
         """Whether the rewards of a group begin together, when its last episode has ended."""
         return self.scorer is not None and getattr(self.scorer, "wants_groups", True)
 
 
-def make_scorers(
-    cfg: Config, sources: Iterable[str], make: Callable[[Config], Scorer | None]
-) -> dict[str, Scorer | None]:
-    """Return what rewards the episodes of each source. Sources with the same reward share it.
+def make_routes(
+    cfg: Config, sources: Iterable[str], make_scorer: Callable[[Config], Scorer | None], tokenizer: Any
+) -> dict[str, Route]:
+    """Return the routes of sources, by their names. Sources with the same environment, or reward, share it.
 
     Args:
         sources: as `Prompt.source` names them.
-        make: returns what rewards the episodes of a run with a config.
+        make_scorer: returns what rewards the episodes of a run with a config.
     """
-    made: dict[str, Scorer | None] = {}
-    scorers = {}
-    for source in sources:
-        own = cfg.of_source(source)
-        key = repr((own.environment.name is None, own.reward))
-        if key not in made:
-            made[key] = make(own)
-        scorers[source] = made[key]
-    return scorers
-
-
-def make_routes(cfg: Config, scorers: Mapping[str, Scorer | None], tokenizer: Any) -> dict[str, Route]:
-    """Return the routes of sources, by their names. Sources with the same environment share its processes."""
     runners: dict[str, EpisodeRunner] = {}
+    scorers: dict[str, Scorer | None] = {}
     routes = {}
     tokenizer = copy.deepcopy(tokenizer)  # the event loop uses it, and the main thread the other one
-    for source, scorer in scorers.items():
+    for source in sources:
         own = cfg.of_source(source)
         environment = own.environment if own.environment.name else None
+        reward = repr((environment is None, own.reward))
+        if reward not in scorers:
+            scorers[reward] = make_scorer(own)
         key = repr((environment, own.data.answer_key if environment else None))
         if key not in runners:
             runners[key] = episode_runner(own, tokenizer)
-        routes[source] = Route(own, runners[key], scorer, _digest(own) if source.startswith(VAL_SETS) else "")
+        decides = ""
+        if source.startswith(VAL_SETS):
+            flat = flatten(redact(dataclasses.asdict(own), references=False), whole=is_open)
+            keys = [key for key, rule in resume_rules(own).items() if rule.change == "rollouts"]
+            deciding = {key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}
+            decides = identity(deciding, {}, "").rollouts
+        routes[source] = Route(own, runners[key], scorers[reward], decides)
     return routes
-
-
-def _digest(cfg: Config) -> str:
-    """Return a digest of the environment and the reward of a config that decide episodes."""
-    flat = flatten(redact(dataclasses.asdict(cfg), references=False), whole=is_open)
-    keys = [key for key, rule in resume_rules(cfg).items() if rule.change == "rollouts"]
-    deciding = {key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}
-    return identity(deciding, {}, "").rollouts
 
 
 def episode_runner(cfg: Config, tokenizer: Any) -> EpisodeRunner:
@@ -215,7 +186,9 @@ def check_source(cfg: Config) -> None:
     """
     if cfg.environment.name is not None:
         check_options(cfg.environment.name, cfg.environment.kwargs)
-        _check_agent(cfg)
+        if cfg.environment.is_agent and cfg.engine.unit != "request":  # calls come at any time
+            problem = f"is an agent, and rollout.engine={cfg.rollout.engine} takes no request while it generates"
+            raise config_error(cfg, "environment.name", f"{problem}; choose rollout={engines_with('streaming')}")
     elif cfg.task.reward_functions and not cfg.reward.is_model:
         reward_functions(cfg.reward)
     elif cfg.reward.is_model and cfg.reward.model.url is None and not cfg.task.trains:
@@ -246,12 +219,3 @@ def with_keys_of(source: str, cfg: Config, sentence: str) -> str:
         if getattr(own, section) != getattr(cfg, section):
             sentence = re.sub(rf"(?<![\w.]){section}\.(?=[a-z])", f"data.{source}.{section}.", sentence)
     return sentence
-
-
-def _check_agent(cfg: Config) -> None:
-    """Refuse an agent where its calls cannot be answered at any time."""
-    if not cfg.environment.is_agent:
-        return
-    if cfg.engine.unit != "request":
-        problem = f"is an agent, and rollout.engine={cfg.rollout.engine} takes no request while it generates; choose "
-        raise config_error(cfg, "environment.name", f"{problem}rollout={engines_with('streaming')}")

@@ -41,7 +41,7 @@ from trainer.sources.episode_metrics import (
     staleness,
 )
 from trainer.sources.replay import replayed
-from trainer.sources.rollouts import Rollouts
+from trainer.sources.rollouts import Group, Rollouts
 from trainer.sources.routes import prompt_ledger
 
 LOG = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class RowGroup:
     @property
     def mean_reward(self) -> float | None:
         """Of all players. None: all rewards failed."""
-        known = [reward for episode in self.episodes for reward in episode.player_rewards.values()]
-        known = [reward for reward in known if reward is not None]
+        given = [reward for episode in self.episodes for reward in episode.player_rewards.values()]
+        known = [reward for reward in given if reward is not None]
         return float(np.asarray(known).mean()) if known else None
 
     @property
@@ -170,7 +170,12 @@ class SamplingSource:
         """Give the engines the policy's new weights, as soon as no batch is generated with the old ones."""
         newest = self._steps[max(self._steps)] if self._steps else None
         if self._waits_for_generation and self._steps:
-            self._loop.run(self._wait_generated(), self._timer)
+
+            async def wait_generated() -> None:  # a batch that has failed costs no step before its own
+                for step in sorted(self._steps):
+                    await self._steps[step].generated.wait()
+
+            self._loop.run(wait_generated(), self._timer)
         started = time.monotonic()
         with self._timer("sync"):
             self._engines.sync_weights(version, self.running)
@@ -182,14 +187,6 @@ class SamplingSource:
             self._speeds["time/wait_weights"] = now - newest.generated_at
 
     _waits_for_generation = True
-
-    async def _wait_generated(self) -> None:
-        """Wait until all batches are generated. One that has failed costs no step before its own."""
-        for step in sorted(self._steps):
-            await self._steps[step].generated.wait()
-
-    # ---------------------------------------------------------------------------------------------------
-    # A step
 
     def next(self, step: int) -> list[Episode]:
         """Return the step's episodes, with their rewards.
@@ -304,35 +301,38 @@ class SamplingSource:
     async def _more_groups(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
         """Draw the next rows for a step that has these groups already, and sample their episodes."""
         # No step is committed before this one is generated, so the ledger does not change meanwhile.
-        in_flight = [*self._rows_before(step.step), *(group.index for group in groups)]
+        held = [row.index for other, batch in self._held.items() if other < step.step for row in batch.used]
+        made = [row for other, before in self._steps.items() if other < step.step for row in before.rows]
+        in_flight = [*held, *made, *(group.index for group in groups)]
         indices = self.ledger.peek(self.cfg.trainer.train_batch_size, in_flight)
         step.rows += indices
         r = self.cfg.rollout
         sampled = [index for index in indices if not self.ledger.row(index).recorded]
         requests = self._requests(sampled, step.step, range(r.n), self._sampling)
         is_last = not (self.cfg.algorithm.dynamic_sampling or self._needs_baselines)
-        record = self.rollouts.exact_record(step.history)
-        on_asked = self._end_generation(step) if is_last else lambda: None
-        episodes = await self.rollouts.run(requests, f"step {step.step}", record, on_asked, step.replies)
-        made = {index: RowGroup(index, episodes[i * r.n : (i + 1) * r.n]) for i, index in enumerate(sampled)}
-        return [made.get(index) or self._recorded(index) for index in indices]
+        run = await self._run_requests(requests, step, f"step {step.step}", is_last)
+        found = {index: RowGroup(index, group.episodes) for index, group in zip(sampled, run, strict=True)}
+        return [found.get(index) or self._recorded(index) for index in indices]
+
+    async def _run_requests(
+        self, requests: Sequence[RolloutRequest], step: StepInFlight, purpose: str, is_last: bool
+    ) -> list[Group]:
+        """Return the groups of requests (see `Rollouts.run`). `is_last`: the step asks the engines for no more."""
+
+        def end() -> None:
+            if is_last and self.cfg.rollout.ahead:
+                failpoint("ahead:generated")
+            if is_last:
+                step.end_generation()
+
+        groups = await self.rollouts.run(requests, purpose, step.history, end)
+        for group in groups:
+            step.replies.update(group.replies)
+        return groups
 
     def _recorded(self, index: SampleIndex) -> RowGroup:
         prompt = self.ledger.row(index)
         return RowGroup(index, list(replayed(prompt, _group_of(prompt, index))))
-
-    def _end_generation(self, step: StepInFlight) -> Callable[[], None]:
-        def end() -> None:
-            if self.cfg.rollout.ahead:
-                failpoint("ahead:generated")
-            step.end_generation()
-
-        return end
-
-    def _rows_before(self, step: int) -> list[SampleIndex]:
-        """Return the rows in flight: those of the steps before this one that are not committed."""
-        held = [row.index for other, batch in self._held.items() if other < step for row in batch.used]
-        return held + [row for other, made in self._steps.items() if other < step for row in made.rows]
 
     @property
     def _sampling(self) -> Sampling:
@@ -342,9 +342,8 @@ class SamplingSource:
     async def _with_baselines(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
         """Return `groups`, each with the shaped reward of a greedy episode as its baseline. None: it failed."""
         requests = self._requests([group.index for group in groups], step.step, [-1], self.rollouts.greedy())
-        record, purpose = self.rollouts.exact_record(step.history), f"the baselines of step {step.step}"
-        greedy = await self.rollouts.run(requests, purpose, record, self._end_generation(step), step.replies)
-        return self._baselined(groups, greedy)
+        run = await self._run_requests(requests, step, f"the baselines of step {step.step}", is_last=True)
+        return self._baselined(groups, [group.episodes[0] for group in run])
 
     def _baselined(self, groups: Sequence[RowGroup], greedy: Sequence[Episode]) -> list[RowGroup]:
         """Return groups with the rewards of their greedy episodes as their baselines.
@@ -377,9 +376,6 @@ class SamplingSource:
             group = _group_of(prompt, index)
             requests += [RolloutRequest(prompt, group, step, number, sampling) for number in numbers]
         return requests
-
-    # ---------------------------------------------------------------------------------------------------
-    # State
 
     def components(self) -> list[Component]:
         """Return the component with the finished batches of the steps ahead: the weights that sampled them are gone."""

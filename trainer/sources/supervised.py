@@ -179,11 +179,9 @@ def ledger_of(
     if not weights:
         (dataset,) = datasets
         return Ledger(dataset, seed, name, partial(digest, dataset))
-    by_name = dict(zip(weights, datasets, strict=True))
-    ledgers = {
-        source: Ledger(rows, seed, name, partial(digest, rows), source=source) for source, rows in by_name.items()
-    }
-    return MixLedger(ledgers, weights, {source: len(rows) for source, rows in by_name.items()})
+    by_name = zip(weights, datasets, strict=True)
+    ledgers = {source: Ledger(rows, seed, name, partial(digest, rows), source=source) for source, rows in by_name}
+    return MixLedger(ledgers, weights)
 
 
 def _digest_pairs(pairs: Sequence[Pair]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config import Config, DataConfig, EnvironmentConfig, RewardConfig
 from trainer.data.datasets import as_messages, load_rows, read_examples
-from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.environments.episode_runner import EnvironmentPool, Session
 from trainer.environments.worker import WRONG_VALUE
 from trainer.errors import TrialError, UserError, as_list, is_unreachable, one_line, remedy_of
 from trainer.models.files import import_configs
@@ -18,7 +18,7 @@ from trainer.process.signals import SIGNALS
 from trainer.process.startup import stage
 from trainer.rewards.functions import REMOTE
 from trainer.rewards.scoring import Results, RewardPool
-from trainer.rewards.terms import Call, Result, RewardFunction, RewardInput, aggregate
+from trainer.rewards.terms import Call, Result, RewardInput, aggregate
 from trainer.seeding import environment_seed
 from trainer.sources.routes import with_keys_of
 
@@ -66,7 +66,8 @@ def _try_source(cfg: Config, split: str, asks_servers: bool) -> None:
         with stage("trying the environment"):
             rows = [prompt.row for prompt in load_rows(_first_rows(cfg.data), split).prompts]
             try_environment(environment, rows, environment_seed(cfg.trainer.seed, "trial"), cfg.data.answer_key)
-    elif not environment.name and _has_functions(cfg) and (asks_servers or REMOTE not in cfg.reward.names()):
+    has_functions = cfg.task.reward_functions and not cfg.reward.is_model
+    if not environment.name and has_functions and (asks_servers or REMOTE not in cfg.reward.names()):
         with stage("trying the rewards"):
             inputs = []
             for example in read_examples(_first_rows(cfg.data), "train"):
@@ -75,10 +76,6 @@ def _try_source(cfg: Config, split: str, asks_servers: bool) -> None:
                 row = example.get("row", example)
                 inputs.append(RewardInput(answer, answer, chat[-1]["content"], messages, row))
             try_rewards(cfg.reward, inputs, cfg.rollout.n)
-
-
-def _has_functions(cfg: Config) -> bool:
-    return cfg.task.reward_functions and not cfg.reward.is_model
 
 
 def _first_rows(data: DataConfig) -> DataConfig:
@@ -107,8 +104,10 @@ def try_environment(config: EnvironmentConfig, rows: Sequence[Mapping[str, Any]]
         for row in rows:
             answer = row.get(answer_key)
             reply = answer if isinstance(answer, str) and answer else "no answer"
+            trial = Session(row, seed)
+            trial.most_attempts = 1
             with SIGNALS.waiting():
-                trial = asyncio.run(_run_trial(pool, row, seed, reply))
+                asyncio.run(_run_trial(pool, trial, reply))
             failure = trial.failure
             if not failure:
                 return
@@ -132,16 +131,13 @@ def try_environment(config: EnvironmentConfig, rows: Sequence[Mapping[str, Any]]
     _refuse(problem, failures[0], remedy, config.max_error_rate, is_slow=trial.status == "timeout")
 
 
-async def _run_trial(pool: EnvironmentPool, row: Mapping[str, Any], seed: int, reply: str) -> Session:
-    trial = Session(row, seed)
-    trial.most_attempts = 1
+async def _run_trial(pool: EnvironmentPool, trial: Session, reply: str) -> None:
     async with pool.calls() as calls:
         await trial.answer(calls)
         if not trial.failure:
             trial.replies.append({"role": "assistant", "content": reply})
             await trial.answer(calls)
         await trial.close(calls)
-    return trial
 
 
 def _refuse(problem: str, reason: str, remedy: str, max_error_rate: float, is_slow: bool) -> None:
@@ -171,8 +167,18 @@ def try_rewards(config: RewardConfig, inputs: Sequence[RewardInput], n: int) -> 
         inputs = [item for item in inputs for _ in range(n)]
         import_configs()  # while the process starts
         results = _results(pool, inputs, n)
-        _check_failures(config, results, len(inputs), rows)
-        useless = [function for function, calls in results.items() if _is_useless(function, calls)]
+        for some in [*({function: calls} for function, calls in results.items()), results]:
+            reasons = aggregate(some, len(inputs)).reasons
+            if all(reasons):
+                key = f"reward.name={next(iter(some)).name}" if len(some) == 1 else config.key()
+                problem = f"{key}: fails for the first {rows} rows of the data with their reference answers"
+                remedy = remedy_of(reasons[0], "a reward gives a number for every completion, 0 for a bad one")
+                is_slow = reasons[0].startswith("took longer than ")
+                _refuse(f"{problem} as completions", reasons[0], remedy, config.max_error_rate, is_slow)
+        useless = []  # all reference answers get the same, and nothing above 0; a penalty may be so
+        for function, calls in results.items():
+            if function.weight > 0 and (values := _values(calls)) and max(values) <= 0 and min(values) == max(values):
+                useless.append(function)
         if any("answer" in function.signature.names and function.signature.grouped for function in useless):
             # As TRL calls its rewards.
             listed = [dataclasses.replace(item, answer=[item.answer] * n) for item in inputs]  # type: ignore[arg-type]
@@ -209,23 +215,6 @@ def _results(pool: RewardPool, inputs: Sequence[RewardInput], n: int) -> Results
 
     with SIGNALS.waiting():
         return asyncio.run(compute())
-
-
-def _check_failures(config: RewardConfig, results: Results, total: int, rows: int) -> None:
-    for some in [*({function: calls} for function, calls in results.items()), results]:
-        reasons = aggregate(some, total).reasons
-        if all(reasons):
-            key = f"reward.name={next(iter(some)).name}" if len(some) == 1 else config.key()
-            problem = f"{key}: fails for the first {rows} rows of the data with their reference answers as completions"
-            remedy = remedy_of(reasons[0], "a reward gives a number for every completion, 0 for a bad one")
-            is_slow = reasons[0].startswith("took longer than ")
-            _refuse(problem, reasons[0], remedy, config.max_error_rate, is_slow)
-
-
-def _is_useless(function: RewardFunction, calls: Mapping[Call, Result]) -> bool:
-    """Return whether all reference answers get the same, and nothing above 0. A penalty may be so."""
-    values = _values(calls)
-    return function.weight > 0 and bool(values) and max(values) <= 0 and min(values) == max(values)
 
 
 def _values(calls: Mapping[Call, Result]) -> list[float]:

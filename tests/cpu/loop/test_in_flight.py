@@ -22,7 +22,7 @@ from tests.support.jobs import metrics
 from tests.support.runs import rollouts_of
 from trainer.config import Config
 from trainer.generation.engine import Completion, Request
-from trainer.sources.in_flight import _FlyingGroup, _RecordInFlight, covered
+from trainer.sources.in_flight import _FlyingGroup, _GroupInFlight, covered
 from trainer.trainer import Trainer
 
 
@@ -127,17 +127,16 @@ def test_a_run_that_died_trains_every_prompt_once(tmp_path, model, caplog, step)
 
 def test_no_finished_group_is_sampled_again_however_many_versions_ago_it_began(tmp_path, model, monkeypatch):
     """Also after further kills: a checkpoint has the histories by which records of the dead run are valid."""
-    again, find = [], _RecordInFlight.find
+    again, find = [], _GroupInFlight.find
 
-    async def find_and_note(record: _RecordInFlight) -> Any:
+    async def find_and_note(record: _GroupInFlight) -> None:
         (key,) = record._members
         candidates = record.journal.replay.candidates(key)
-        found = await find(record)
-        if candidates and not found:
+        await find(record)
+        if candidates and not record.found:
             again.append((key, candidates))
-        return found
 
-    monkeypatch.setattr(_RecordInFlight, "find", find_and_note)
+    monkeypatch.setattr(_GroupInFlight, "find", find_and_note)
     root = tmp_path / "run"
     for step in (5, 7, 9, 0):
         cfg = in_flight(root, ckpt_interval=1, total_steps=14)

@@ -35,7 +35,7 @@ from trainer.config.overrides import unread_words
 from trainer.config.rules import SavedRun
 from trainer.data.ledger import Ledger, find_curriculum
 from trainer.environments import Environment
-from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.environments.episode_runner import EnvironmentPool, Session
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.files import uris

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.cpu.unit.agents.test_requests import parse
-from trainer.agents.answers import Answer
+from trainer.agents.call_tree import Answer
 from trainer.agents.chat_wire import ChatWire
-from trainer.agents.messages import read_reply
+from trainer.agents.messages import ChatMessage
+from trainer.environments.tools import split_calls
 from trainer.generation.engine import Completion
 
 CALLS = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>'
@@ -18,7 +19,7 @@ CALLS = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_cal
 def answer(text: str, reason: str = "stop", **fields: Any) -> Answer:
     completion = Completion(list(map(ord, text)), [-0.5] * len(text), reason, 1)
     turn: Any = SimpleNamespace(key="ab::0", prompt_length=5, completed=completion)
-    return Answer(parse(**fields), "policy", turn, read_reply(text, reads_calls=True))
+    return Answer(parse(**fields), "policy", turn, ChatMessage("assistant", *split_calls(text)))
 
 
 def events_of(given: Answer) -> list[Any]:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.agents.chat_wire import _function, parse_messages
-from trainer.agents.messages import ApiError, ChatMessage, read_reply, read_tools
-from trainer.environments.tools import ToolCall
+from trainer.agents.messages import ApiError, ChatMessage, read_tools
+from trainer.environments.tools import ToolCall, split_calls
 
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"b":1, "a": 2}'}}
 
@@ -66,9 +66,8 @@ def test_a_message_that_cannot_be_read_is_refused_by_its_field():
 
 def test_a_reply_with_calls_is_told_from_its_text():
     text = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 1.5}}\n</tool_call>\n<tool_call>{"name": "now"}'
-    reply = read_reply(text, reads_calls=True)
+    reply = ChatMessage("assistant", *split_calls(text))
     assert reply == ChatMessage("assistant", "Hm.", (ToolCall("add", '{"a": 1.5}'), ToolCall("now", "{}")))
-    assert read_reply(text, reads_calls=False) == ChatMessage("assistant", text)
 
 
 def test_a_call_that_cannot_be_read_stays_text():
@@ -82,7 +81,7 @@ def test_a_call_that_cannot_be_read_stays_text():
         "[" * 10_000,
     ]:
         text = f'<tool_call>{{"name": "f"}}</tool_call><tool_call>{call}</tool_call>'
-        assert read_reply(text, reads_calls=True) == ChatMessage("assistant", text)
+        assert split_calls(text) == (text, ())
 
 
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.integers() | st.text(max_size=5))
@@ -95,7 +94,7 @@ ARGUMENTS = st.dictionaries(st.text(max_size=5), st.none() | st.booleans() | st.
 def test_what_agents_make_of_a_reply_has_its_identity(text: str, calls: list[Any], indent: Any):
     """They send its fields back, write the arguments in their own way, and may strip the content."""
     written = [f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls]
-    reply = read_reply("\n".join([text, *written]), reads_calls=True)
+    reply = ChatMessage("assistant", *split_calls("\n".join([text, *written])))
     returned: dict[str, Any] = {"role": "assistant", "content": reply.content.strip() or None}
     if reply.calls:
         returned["tool_calls"] = [

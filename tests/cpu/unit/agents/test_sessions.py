@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.agents.sessions import AgentSession
+from trainer.agents.runner import AgentSession
 from trainer.sandbox.pool import CallFailed, CallLost
 
 RESULT = {"reward": 1.0, "rewards": {"a": 0.5}, "metrics": {}, "player_rewards": {}}

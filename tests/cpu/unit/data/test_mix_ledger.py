@@ -22,7 +22,7 @@ def ledger(weights: Mapping[str, float], sizes: Mapping[str, int] = SIZES, seed:
     def of_source(name: str) -> Ledger:
         return Ledger(range(sizes[name]), seed, "prompts", lambda: contents.get(name, name), source=name)
 
-    return MixLedger({name: of_source(name) for name in weights}, weights, {name: sizes[name] for name in weights})
+    return MixLedger({name: of_source(name) for name in weights}, weights)
 
 
 def resumed(source: MixLedger, weights: Mapping[str, float], **others) -> MixLedger:

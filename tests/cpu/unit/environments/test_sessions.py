@@ -14,7 +14,7 @@ import pytest
 from tests.support.episodes import step_all
 from tests.support.jobs import wait_until
 from trainer.config import EnvironmentConfig
-from trainer.environments.sessions import EnvironmentPool, Session
+from trainer.environments.episode_runner import EnvironmentPool, Session
 from trainer.errors import WorkerError
 from trainer.process.failures import INCIDENTS, read_incidents
 from trainer.sandbox import limits

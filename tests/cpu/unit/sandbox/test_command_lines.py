@@ -9,7 +9,7 @@ import psutil
 
 from trainer.config import EnvironmentConfig, RewardConfig
 from trainer.environments import StepResult
-from trainer.environments.sessions import EnvironmentPool
+from trainer.environments.episode_runner import EnvironmentPool
 from trainer.rewards.scoring import RewardPool
 from trainer.sources.trials import try_environment
 

@@ -17,7 +17,7 @@ from trainer.generation.engine import Sampling
 from trainer.generation.event_loop import Changes
 from trainer.journal.history import Identity
 from trainer.journal.journal import Journal
-from trainer.sources.in_flight import WeightHistories, _FlyingGroup, _RecordInFlight
+from trainer.sources.in_flight import WeightHistories, _FlyingGroup, _GroupInFlight
 
 REQUEST = RolloutRequest(Prompt(7, (1,), "p", "x"), "0:7", 3, 0, Sampling(1.0, 1.0, -1, 8, ()))
 
@@ -26,9 +26,10 @@ def journal_in(root: Path) -> Journal:
     return Journal(str(root), Identity("config", "updates"), lambda: None)
 
 
-def record_in(journal: Journal, histories: WeightHistories) -> _RecordInFlight:
-    source = SimpleNamespace(rollouts=SimpleNamespace(journal=journal), histories=histories, changes=Changes())
-    return _RecordInFlight(source, _FlyingGroup(SampleIndex(0, 0, 7), 9, 3), [REQUEST])  # type: ignore[arg-type]
+def record_in(journal: Journal, histories: WeightHistories) -> _GroupInFlight:
+    rollouts = SimpleNamespace(journal=journal, routes={"": SimpleNamespace(decides="")})
+    source = SimpleNamespace(rollouts=rollouts, histories=histories, changes=Changes())
+    return _GroupInFlight(source, _FlyingGroup(SampleIndex(0, 0, 7), 9, 3), [REQUEST])  # type: ignore[arg-type]
 
 
 def histories_of(**histories: str) -> WeightHistories:
@@ -54,7 +55,7 @@ def replayed(tmp_path) -> Journal:
     return journal
 
 
-def found(record: _RecordInFlight, *later: tuple[int, str], is_needed: bool = False) -> int | None:
+def found(record: _GroupInFlight, *later: tuple[int, str], is_needed: bool = False) -> int | None:
     """The tokens of the record that is found; None: none is. `later`: the weights that the run comes to meanwhile."""
 
     async def find() -> int | None:
@@ -66,7 +67,8 @@ def found(record: _RecordInFlight, *later: tuple[int, str], is_needed: bool = Fa
             record._source.changes.notify()
         record._flying.is_needed |= is_needed
         record._source.changes.notify()
-        episodes = await asyncio.wait_for(looking, 10)
+        await asyncio.wait_for(looking, 10)
+        episodes = record.found
         return int(episodes[0].samples[0].token_ids[0]) if episodes else None
 
     return asyncio.run(find())

@@ -13,9 +13,9 @@ import pytest
 from tests.cpu.unit.journal.test_journal import group
 from tests.support.replies import journal_in
 from trainer.environments import StepResult
+from trainer.environments.turns import EpisodeTurns, reply_name
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.journal.journal import Journal
-from trainer.sources.turns import EpisodeTurns, reply_name
 
 SAID = [
     Completion([5, 6, 2], [-0.1, -1e-9, -3.0], "stop", (3, 4), ((3, 1), (4, 2))),
