@@ -44,7 +44,7 @@ _PRELOADED = (
     "trainer.jobs",
     "trainer.objectives.policy_gradient",
     "trainer.tasks.rl",
-    "trainer.tasks.sft",
+    "trainer.tasks.supervised",
     "trainer.models.tiny",
     "trainer.workers.rank",
     "transformers.models.auto.tokenization_auto",

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.checkpoint.components import fingerprint_weights
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.config.fields import config_error
+from trainer.import_utils import import_function
 from trainer.journal.history import identity
 from trainer.journal.journal import Journal
 from trainer.learner.learner import Learner
@@ -31,6 +32,10 @@ from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.sampling import SamplingSource
 from trainer.trainer import Trainer
+
+_BUILT_IN = {name: f"trainer.tasks.supervised:build_{name}" for name in ("sft", "dpo", "rm")}
+_BUILT_IN |= {"rl": "trainer.tasks.rl:build"}
+"""Imported when they are needed: each takes a moment."""
 
 
 @dataclass
@@ -67,20 +72,6 @@ class Ingredients:
         return given
 
 
-class InputCheck(Protocol):
-    """Refuses bad input, with `UserError` or `TrialError`."""
-
-    def __call__(self, *, asks_servers: bool) -> None: ...
-
-
-def _accept(*, asks_servers: bool) -> None:
-    pass
-
-
-def _never(learner: Learner, source: EpisodeSource, step: int) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Task:
     """A run's training: from which weights, on what, and how far. Nothing is started or read before it is called."""
@@ -96,12 +87,12 @@ class Task:
     is_made: Callable[[], bool] | None = None
     """Whether what this task makes is there, perhaps made by another job: a start waits for that job. None: each start
     makes its own."""
-    check_inputs: InputCheck = _accept
+    check_inputs: Callable[..., None] = lambda *, asks_servers: None
     """Refuses bad input before anything expensive starts, with a `UserError`; a `TrialError` says that rewards or an
     environment fail now. With `asks_servers` it may try what servers give, which costs time and perhaps money."""
     exports_last: bool = False
     """The run exports its last step, whatever the config says."""
-    is_enough: Callable[[Learner, EpisodeSource, int], bool] = _never
+    is_enough: Callable[[Learner, EpisodeSource, int], bool] = lambda learner, source, step: False
     """Whether the run ends after this step, before its last one. A resumed run asks again."""
 
     def initial_weights(self) -> str:
@@ -127,6 +118,17 @@ def tokenizer_of(cfg: Config, path: str) -> Any:
     return tokenizer
 
 
+def build_task(cfg: Config) -> Task:
+    """Return the task that the config describes.
+
+    Raises:
+        UserError: the function of a task of the user cannot be imported, or refuses the config.
+    """
+    build = cfg.task.build
+    build = _BUILT_IN.get(build, build) if isinstance(build, str) else build
+    return (import_function(build, "trainer.task") if isinstance(build, str) else build)(cfg)
+
+
 def make_trainer(
     task: Task,
     cluster: Cluster,
@@ -143,48 +145,27 @@ def make_trainer(
         model_path: the initial weights.
         server: gets the metrics of each step.
     """
-    timer, path = Timer(), resolve_model_path(model_path)
-    check_axes(task.cfg, path)
-    check_vocabularies(task.cfg, path)
+    cfg, timer, path = task.cfg, Timer(), resolve_model_path(model_path)
+    check_axes(cfg, path)
+    check_vocabularies(cfg, path)
     # The processes start, and import for many seconds, while this one reads the data.
-    learner = Learner(task.cfg, cluster, timer)
-    if cluster.device == "cpu" or not task.cfg.rollout.colocate:  # else engines take their share of the GPUs first
+    learner = Learner(cfg, cluster, timer)
+    if cluster.device == "cpu" or not cfg.rollout.colocate:  # else engines take their share of the GPUs first
         learner.begin_build(path)
-    journal = learner.teachers.records = open_journal(task.cfg, path, directory, timer)
-    ingredients = Ingredients(task.cfg, path, learner, cluster, timer, directory.check, journal)
-    with ingredients.undo:
-        trainer = _trainer_of(task, ingredients, directory, stop, server)
-        ingredients.undo.pop_all()  # from now on, the source ends it
-    return trainer
-
-
-def _trainer_of(
-    task: Task, ingredients: Ingredients, directory: RunDirectory, stop: StopRequest, server: MetricsServer | None
-) -> Trainer:
-    learner, journal = ingredients.learner, ingredients.journal
-    with stage("reading the data"):
-        source, evaluator = task.source(ingredients)
-        check_ahead(task.cfg, source)
-        is_enough = partial(task.is_enough, learner, source)
-        trainer = Trainer(
-            task.cfg,
-            directory,
-            source,
-            learner,
-            ingredients.path,
-            ingredients.tokenizer,
-            ingredients.timer,
-            stop,
-            journal,
-            evaluator,
-            is_enough,
-            server,
-        )
-        trainer.load_data()
-    if ingredients.waits:
-        with stage("starting ranks and engines"):
-            for wait in ingredients.waits:
-                wait()
+    journal = learner.teachers.records = open_journal(cfg, path, directory, timer)
+    given = Ingredients(cfg, path, learner, cluster, timer, directory.check, journal)
+    with given.undo:
+        with stage("reading the data"):
+            source, evaluator = task.source(given)
+            check_ahead(cfg, source)
+            parts = cfg, directory, source, learner, path, given.tokenizer, timer, stop, journal
+            trainer = Trainer(*parts, evaluator, partial(task.is_enough, learner, source), server)
+            trainer.load_data()
+        if given.waits:
+            with stage("starting ranks and engines"):
+                for wait in given.waits:
+                    wait()
+        given.undo.pop_all()  # from now on, the source ends it
     return trainer
 
 

@@ -59,7 +59,7 @@ def config_scorer(given: Ingredients) -> Scorer | None:
 
     None: an environment gives the rewards, or all are 0.
     """
-    if not _has_reward_functions(given.cfg):
+    if given.cfg.environment.name is not None or not given.cfg.task.reward_functions:
         return None
     if given.cfg.reward.is_model and given.cfg.reward.model.path is not None:
         return RankScorer(REWARD_MODEL, given.learner.last_scores)
@@ -98,9 +98,9 @@ def sample_episodes(
     given.undo.callback(pool.leave)
     given.waits.append(pool.wait_ready)
     rollouts = Rollouts(cfg, pool, stop_token_ids(given.path, tokenizer), routes, given.journal)
-    needs_baselines = "baselines" in cfg.algorithm.reads
     make_source = make_source or (InFlightSource if cfg.rollout.in_flight_updates else SamplingSource)
-    source = make_source(cfg, rollouts, read_prompts(cfg, "train", tokenizer), given.timer, needs_baselines)
+    prompts, needs_baselines = read_prompts(cfg, "train", tokenizer), "baselines" in cfg.algorithm.reads
+    source = make_source(cfg, rollouts, prompts, given.timer, needs_baselines)
     val_prompts = read_prompts(cfg, "val", tokenizer).prompts if _has_validation_prompts(cfg) else []
     sets = {name: read_source(cfg, f"{VAL_SETS}{name}", tokenizer).prompts for name in _val_sets(cfg)}
     return source, RolloutEvaluator(cfg, rollouts, val_prompts, sets) if val_prompts or sets else None
@@ -131,12 +131,11 @@ def _check_without_rewards(cfg: Config) -> None:
         "options.filter_zero_variance": a.run_option("filter_zero_variance") and not a.overlong_buffer,
     }
     for name in filter(filters.get, filters):
-        raise config_error(
-            cfg,
-            f"algorithm.{name}",
+        problem = (
             f"keeps the prompts whose completions have different rewards, and trainer.task={cfg.trainer.task} gives no "
-            "rewards, so it would keep none; set it to false, or give the task a scorer",
+            "rewards, so it would keep none; set it to false, or give the task a scorer"
         )
+        raise config_error(cfg, f"algorithm.{name}", problem)
 
 
 def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
@@ -157,11 +156,6 @@ def _check_inputs(cfg: Config, *, asks_servers: bool) -> None:
     try_sources(cfg, sources, asks_servers)
 
 
-def _has_reward_functions(cfg: Config) -> bool:
-    """Whether the functions that the config names give the rewards."""
-    return cfg.environment.name is None and cfg.task.reward_functions
-
-
 def _check_functions(cfg: Config) -> None:
     check_source(cfg)
     if cfg.data.curriculum is not None:
@@ -170,12 +164,9 @@ def _check_functions(cfg: Config) -> None:
 
 def _check_data(cfg: Config) -> None:
     is_source = cfg.data.name_of("train_files") != "data.train_files"
+    validation, as_rows = not is_source and _has_validation_prompts(cfg), cfg.environment.name is not None
     with stage("checking the data files"):
-        check_files(
-            cfg.data,
-            validation=not is_source and _has_validation_prompts(cfg),
-            as_rows=cfg.environment.name is not None,
-        )
+        check_files(cfg.data, validation=validation, as_rows=as_rows)
 
 
 def _check_model(cfg: Config) -> None:

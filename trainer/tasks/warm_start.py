@@ -21,8 +21,8 @@ from trainer.models.files import cache_directory
 from trainer.seeding import derive_seed
 from trainer.sources.base import EpisodeSource
 from trainer.sources.supervised import SupervisedSource
-from trainer.tasks import sft
 from trainer.tasks.base import Task
+from trainer.tasks.supervised import build_sft
 
 LOG = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def build(cfg: Config) -> Task:
         return share >= enough
 
     LOG.info("warm start of the built-in model: at most %d supervised steps, once for this config", own.total_steps)
-    return dataclasses.replace(sft.build(own), is_enough=is_enough, is_made=lambda: made_model(cfg) is not None)
+    return dataclasses.replace(build_sft(own), is_enough=is_enough, is_made=lambda: made_model(cfg) is not None)
 
 
 def _config(cfg: Config) -> Config:

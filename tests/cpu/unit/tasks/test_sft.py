@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 
 from trainer.config import compose
 from trainer.errors import UserError
-from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives import make_objective
 from trainer.plan.model_shape import find_config
-from trainer.tasks import build_task
-from trainer.tasks.sft import _examples, build
+from trainer.tasks import Ingredients, build_task
+from trainer.tasks.supervised import build_sft as build
 
 
 def test_a_step_is_one_optimizer_step_with_the_optimizer_of_sft_alone():
@@ -33,7 +33,8 @@ def test_the_sources_of_a_mix_are_sets_of_examples(model, tmp_path):
     words += ["data.mix.words.synthetic=reverse_text", "data.mix.words.size=4", "trainer.val_interval=-1"]
     cfg = compose(["trainer.task=sft", "data=files", f"model.path={model}", *words])
     build(cfg).check_inputs(asks_servers=True)
-    source = _examples(cfg, load_tokenizer(model), model)
+    nothing: Any = None
+    source, _ = build(cfg).source(Ingredients(cfg, model, *[nothing] * 5))
     rows = source.ledger.peek(8)
     assert [source.ledger.name_of(row) for row in rows].count("sums") == 6
     assert all(source.ledger.row(row).mask.any() for row in rows)
