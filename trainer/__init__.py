@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.api.loading import load_checkpoint as load_checkpoint
+    from trainer.api.results import load_checkpoint as load_checkpoint
     from trainer.api.results import read_metrics as read_metrics
     from trainer.api.running import RunFailed as RunFailed
     from trainer.api.running import RunStopped as RunStopped
@@ -22,7 +22,7 @@ _HOMES = {
     "RunFailed": "trainer.api.running",
     "RunStopped": "trainer.api.running",
     "UserError": "trainer.errors",
-    "load_checkpoint": "trainer.api.loading",
+    "load_checkpoint": "trainer.api.results",
     "read_metrics": "trainer.api.results",
     "train": "trainer.api.running",
 }

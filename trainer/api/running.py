@@ -16,19 +16,21 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer.api.functions import describe_function
 from trainer.api.results import RunResult, describe_result
 from trainer.config.tasks import TASKS, TaskSpec
-from trainer.errors import UserError
+from trainer.errors import UserError, describe_error
 from trainer.process.log_setup import logging_to_file, showing_messages
 from trainer.process.signals import EXIT_STATUS, HANDLED, SIGNALS, Stopped
-from trainer.run.next_command import PYTHON_RUN
+from trainer.run.next_command import PASSED_FUNCTIONS, PYTHON_RUN
 from trainer.run.state import OnStep
 
 Function = Callable[..., Any] | str
+Pickles = dict[str, tuple[str, bytes]]
+"""Name and pickle of each function that no module holds, by the parameter of `train`."""
 _KEYS = {
     "reward": "reward.name",
     "advantage_estimator": "algorithm.advantage_estimator",
@@ -98,15 +100,13 @@ def train(
             without a save; or the run could no longer end itself, and was killed by its watch.
         RunFailed: the run failed.
     """
-    given = {"reward": reward, "advantage_estimator": advantage_estimator, "policy_loss": policy_loss}
-    given |= {"curriculum": curriculum, "environment": environment, "task": task}
-    functions = {name: value for name, value in given.items() if value is not None}
-    overrides, pickles = _with_functions(_checked(overrides), functions)
+    functions = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
+    words, pickles = _words(overrides, functions)
     if in_process:
         idle = [f"trainer.task={name}" for name, spec in TASKS.items() if not spec.generates]
-        generates = task.generates if isinstance(task, TaskSpec) else not set(idle) & set(overrides)
-        return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *overrides], pickles, on_step)
-    return _conclude(*_run(overrides, pickles, on_step))
+        generates = task.generates if isinstance(task, TaskSpec) else not set(idle) & set(words)
+        return _run_here([*_IN_PROCESS, *(_ENGINE if generates else ()), *words], pickles, on_step)
+    return _conclude(*_run(words, pickles, on_step))
 
 
 def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = False) -> RunResult:
@@ -127,7 +127,7 @@ def _conclude(reports: Sequence[Mapping[str, Any]], status: int, stops: bool = F
     raise RunFailed(text or f"its process ended with status {status}")
 
 
-def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None) -> RunResult:
+def _run_here(words: list[str], pickles: Pickles, on_step: OnStep | None) -> RunResult:
     """Run in this process, and leave its environment, log and signal handlers as they were."""
     import torch
 
@@ -149,7 +149,7 @@ def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_st
     environment, threads = dict(os.environ), torch.get_num_threads()
     try:
         with showing_messages(), SIGNALS.listening(), logging_to_file():
-            run_words(job_of(pickles, paths.update, step if on_step else None), overrides)
+            run_words(job_of(pickles, paths.update, step if on_step else None), words)
     except Stopped as reason:
         if ends and ends[0] is not None:
             raise ends[0] from None
@@ -163,18 +163,14 @@ def _run_here(overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_st
     return describe_result(paths, "finished")
 
 
-def _checked(overrides: Sequence[str]) -> list[str]:
+def _words(overrides: Sequence[str], functions: Mapping[str, Any]) -> tuple[list[str], Pickles]:
+    """Return the overrides, checked, with those for the functions; and the pickles."""
     if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
         raise UserError(f"overrides={overrides!r}: must be a list of texts such as 'algorithm=ppo'")
     for override in overrides:
         if override.startswith("-") or "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: must be KEY=VALUE; flags such as -m are for the command line")
-    return list(overrides)
-
-
-def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[list[str], dict[str, tuple[str, bytes]]]:
-    """Return the overrides with those for the functions, and the pickles of functions that no module holds."""
-    pickles = {}
+    words, pickles = list(overrides), Pickles()
     for parameter, function in functions.items():
         key = _KEYS[parameter]
         if any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
@@ -187,36 +183,54 @@ def _with_functions(overrides: list[str], functions: dict[str, Any]) -> tuple[li
             paths.append(path)
             if data is not None:
                 pickles[name] = (path.rpartition(":")[2], data)
-        overrides = [*overrides, f"{key}=[{','.join(paths)}]" if several else f"{key}={path}"]
-    return overrides, pickles
+        words.append(f"{key}=[{','.join(paths)}]" if several else f"{key}={path}")
+    return words, pickles
 
 
-def _run(
-    overrides: list[str], pickles: dict[str, tuple[str, bytes]], on_step: OnStep | None
-) -> tuple[list[dict[str, Any]], int, bool]:
+def describe_function(parameter: str, function: Callable[..., Any] | str) -> tuple[str, bytes | None]:
+    """Return the import path of a function, and its pickle if no module holds it.
+
+    A function of a script or a notebook, which no other process can import, travels by value: the process of the run
+    writes the pickle into the run directory, as a module that can be imported.
+
+    Raises:
+        UserError: `function` is no function, or it holds something that other processes cannot get.
+    """
+    if isinstance(function, str):
+        return function, None
+    if not callable(function) and not isinstance(function, TaskSpec):
+        raise UserError(f"{parameter}: must be a function or the name of one, not {type(function).__name__}")
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    spec = getattr(sys.modules.get(module or ""), "__spec__", None)
+    if module != "__main__" and spec is not None and getattr(sys.modules[module], name, None) is function:
+        return f"{module}:{name}", None
+    plain = getattr(function, "__name__", "")
+    plain = plain if plain.isidentifier() else parameter  # a lambda, or an object with `__call__`
+    import cloudpickle
+
+    try:
+        return f"{PASSED_FUNCTIONS}.{parameter}:{plain}", cloudpickle.dumps(function)
+    except Exception as error:
+        raise UserError(
+            f"{parameter}={plain}: other processes cannot get this function ({describe_error(error)}); let it open or "
+            "make what it needs when it is called, or move it to a module"
+        ) from error
+
+
+def _run(words: list[str], pickles: Pickles, on_step: OnStep | None) -> tuple[list[dict[str, Any]], int, bool]:
     """Run the child to its end; returns its reports, its exit status, and whether `on_step` has asked for the end."""
     own, others = multiprocessing.Pipe()
-    # A notebook, or a test, has put something else in place of the terminal.
-    replaced = sys.stdout is not sys.__stdout__
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
-
-    def start() -> subprocess.Popen:
-        with others:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", PYTHON_RUN],  # all users of the machine can read this line
-                stdin=others.fileno(),
-                stdout=subprocess.PIPE if replaced else None,
-                stderr=subprocess.STDOUT if replaced else None,
-                env=environment | ({"PYTHONIOENCODING": "utf-8"} if replaced else {}),
-                start_new_session=True,  # Ctrl-C reaches it once, from here
-            )
-
     reports, stops = [], False
-    with own, _getting_signals(start) as process:
-        printing = threading.Thread(target=_print, args=(process.stdout or (),))
+    with own, _child(others) as process:
+
+        def print_all() -> None:
+            for line in process.stdout or ():
+                print(line.decode("utf-8", "replace"), end="", flush=True)
+
+        printing = threading.Thread(target=print_all)
         printing.start()
         try:
-            own.send({"overrides": overrides, "pickles": pickles, "asks": on_step is not None, "parent": os.getpid()})
+            own.send({"overrides": words, "pickles": pickles, "asks": on_step is not None, "parent": os.getpid()})
             while True:
                 report = own.recv()
                 if on_step is None or "metrics" not in report:
@@ -235,26 +249,30 @@ def _run(
     return reports, status, stops
 
 
-def _print(lines: Iterable[bytes]) -> None:
-    for line in lines:
-        print(line.decode("utf-8", "replace"), end="", flush=True)
-
-
 @contextlib.contextmanager
-def _getting_signals(start: Callable[[], subprocess.Popen]) -> Iterator[subprocess.Popen]:
-    """Start a child, and pass signals on to it while the block runs.
+def _child(stdin: Connection) -> Iterator[subprocess.Popen]:
+    """Start the process of a run, and pass signals on to it while the block runs.
 
     The child starts with the signals blocked, and unblocks them once it handles them. On another thread than the main
     thread, which cannot handle signals, it gets none.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield start()
-        return
-    before = {number: signal.getsignal(number) for number in HANDLED}
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    # A notebook, or a test, has put something else in place of the terminal.
+    replaced = sys.stdout is not sys.__stdout__
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())}
+    handled = HANDLED if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in handled}
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     try:
-        process = start()
-        for number in HANDLED:
+        with stdin:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", PYTHON_RUN],  # all users of the machine can read this line
+                stdin=stdin.fileno(),
+                stdout=subprocess.PIPE if replaced else None,
+                stderr=subprocess.STDOUT if replaced else None,
+                env=environment | ({"PYTHONIOENCODING": "utf-8"} if replaced else {}),
+                start_new_session=True,  # Ctrl-C reaches it once, from here
+            )
+        for number in handled:
             signal.signal(number, lambda received, _: process.send_signal(received))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)  # signals that have come meanwhile are handled here

@@ -7,6 +7,7 @@ from trainer.process.signals import HANDLED, SIGNALS
 if __name__ == "__main__":
     SIGNALS.listen()  # before the other imports, which take a part of a second
 
+import hashlib
 import os
 import pickle
 import signal
@@ -15,21 +16,33 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from trainer.api.functions import path_of, write_functions
 from trainer.cluster.supervisor import signal_on_death_of_parent
 from trainer.config import Config
 from trainer.config.command_line import Job, run_to_end
 from trainer.config.tasks import add_task
+from trainer.errors import UserError
+from trainer.files.atomic_io import write_file
 from trainer.files.redaction import redact_text
 from trainer.files.uris import absolute
 from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show_messages
+from trainer.run.next_command import PASSED_FUNCTIONS
 from trainer.run.state import OnStep
+
+_DIRECTORY = "functions"
+_MODULE = '''"""A function that was passed to `trainer.train`, as cloudpickle has written it."""
+
+import pathlib
+
+import cloudpickle
+
+{name} = cloudpickle.loads(pathlib.Path(__file__).with_suffix(".pkl").read_bytes())
+'''
 
 
 def job_of(pickles: Mapping[str, tuple[str, bytes]], report: Callable[..., None], on_step: OnStep | None) -> Job:
     """Return the job of a run from Python, which reports its paths first. `pickles`: of functions passed by value."""
     if passed := pickles.get("task"):  # the config names it before there is a directory for its module
-        add_task(path_of("task", passed[0]), lambda: pickle.loads(passed[1]))
+        add_task(f"{PASSED_FUNCTIONS}.task:{passed[0]}", lambda: pickle.loads(passed[1]))
 
     def job(config: Config) -> float | None:
         t = config.trainer
@@ -42,6 +55,25 @@ def job_of(pickles: Mapping[str, tuple[str, bytes]], report: Callable[..., None]
         return train(config, on_step)
 
     return job
+
+
+def write_functions(run_dir: str, pickles: Mapping[str, tuple[str, bytes]]) -> None:
+    """Write pickled functions into the run directory, and let this process and all that it starts import them."""
+    if not pickles:
+        return
+    digest = hashlib.sha256(repr(sorted(pickles.items())).encode()).hexdigest()[:16]
+    root = os.path.abspath(os.path.join(run_dir, _DIRECTORY, digest))
+    package = os.path.join(root, PASSED_FUNCTIONS)
+    try:
+        os.makedirs(package, exist_ok=True)
+        os.chmod(os.path.join(run_dir, _DIRECTORY), 0o700)  # the functions hold what they have captured
+        for parameter, (name, data) in pickles.items():
+            write_file(os.path.join(package, f"{parameter}.pkl"), data)
+            write_file(os.path.join(package, f"{parameter}.py"), _MODULE.format(name=name))
+    except OSError as error:
+        raise UserError(f"trainer.run_dir={run_dir}: cannot be written ({error.strerror}); choose another") from error
+    sys.path.insert(0, root)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
 def main() -> NoReturn:

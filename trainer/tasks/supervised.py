@@ -75,7 +75,7 @@ def _evaluator(given: Ingredients, episodes: list[Episode]) -> LossEvaluator | N
 
 
 def _check_inputs(cfg: Config, *, asks_servers: bool, **rows: Any) -> None:
-    """Refuse data that cannot be read as the config says (`rows`: see `check_files`), and a model that is not trained."""
+    """Refuse data that cannot be read as the config says, or a model that no run trains. `rows`: see `check_files`."""
     if cfg.data.synthetic and "check" in rows:
         raise UserError(
             f"data.synthetic={cfg.data.synthetic}: makes no pairs of answers; name files of them with data.train_files"

@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from tests.support.jobs import environment
-from trainer.api.functions import describe_function, write_functions
+from trainer.api.running import describe_function
+from trainer.api.worker_main import write_functions
 from trainer.errors import UserError
 from trainer.rewards.functions import gsm8k
 

@@ -18,7 +18,7 @@ from tests.support.jobs import environment
 from tests.support.jobs import metrics as metrics_of
 from trainer import RunFailed, RunStopped, UserError, train
 from trainer.algorithms import aggregate
-from trainer.api.running import _conclude, _with_functions
+from trainer.api.running import _conclude, _words
 from trainer.process.signals import HANDLED
 from trainer.rewards.functions import gsm8k
 from trainer.tasks import Metric, Task, TaskSpec
@@ -174,7 +174,7 @@ def test_several_rewards_are_a_list_of_their_own():
     def length(completion, answer):
         return float(len(completion))
 
-    overrides, pickles = _with_functions([], {"reward": [gsm8k, length, "math"]})
+    overrides, pickles = _words([], {"reward": [gsm8k, length, "math"]})
     assert overrides == ["reward.name=[trainer.rewards.functions:gsm8k,passed_functions.reward_1:length,math]"]
     assert list(pickles) == ["reward_1"] and pickles["reward_1"][0] == "length"
 
