@@ -57,8 +57,7 @@ def _evaluate(cfg: Config, subject: Subject) -> None:
         refuse_unread(words_given(), cfg)
         import_numpy()  # before torch does
         with stage("importing torch and transformers"):
-            from trainer.evaluate.job import run_evaluation
-            from trainer.evaluate.results import print_results
+            from trainer.evaluate.job import print_results, run_evaluation
             from trainer.parallel.mesh import pick_device
         results = run_evaluation(cfg, subject, pick_device(cfg.trainer.device, cfg.engine))
     print_results(results)

@@ -12,8 +12,7 @@ from tests.support.forks import fork_server, run_forked
 from tests.support.jobs import environment, wait_until
 from trainer.config import compose
 from trainer.errors import UserError, sentences_of
-from trainer.evaluate.job import _check_sources, _earlier, _planned, run_evaluation
-from trainer.evaluate.results import SetResult
+from trainer.evaluate.job import SetResult, _check_sources, _earlier, _planned, run_evaluation
 from trainer.evaluate.subject import Subject
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.run.run_metadata import record_start

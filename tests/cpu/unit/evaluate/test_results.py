@@ -7,8 +7,7 @@ import pytest
 from trainer.data.rollout_io import main as print_rollouts
 from trainer.episodes import Episode
 from trainer.errors import UserError
-from trainer.evaluate.job import _values_of
-from trainer.evaluate.results import Results, SetResult, print_results, read_results, write_episodes
+from trainer.evaluate.job import Results, SetResult, _values_of, print_results, read_results, write_episodes
 
 
 def results(*rewards: list[float], rows: str = "abcdefgh", **fields) -> Results:
