@@ -17,10 +17,7 @@ COMMANDS = {
     "sft": ("trainer.main:main_sft", "train on examples, or on kept completions"),
     "dpo": ("trainer.main:main_dpo", "train on preferences: pairs of a better and a worse answer"),
     "rm": ("trainer.main:main_rm", "train a reward model on such pairs"),
-    "evaluate": (
-        "trainer.evaluate.__main__:main",
-        "evaluate a model, an export or a checkpoint",
-    ),
+    "evaluate": ("trainer.evaluate.__main__:main", "evaluate a model, an export or a checkpoint"),
     "inference": ("trainer.inference.__main__:main", "serve a model to jobs and people, while jobs come and go"),
     "engine": ("trainer.inference.engine:main", "start an engine that joins a running job, and leaves it on a signal"),
     "plan": ("trainer.plan.__main__:main", "say what a run needs of a cluster, whether it fits, and how long it takes"),
@@ -63,17 +60,14 @@ def main() -> int | None:
 
     guard_output()
     if command in ("--help", "-h", "help"):
-        print(_help(), end="")
+        lines = [f"  {name:12}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+        print(_HELP.format(commands="\n".join(lines)), end="")
         return 0
     if command in ("--version", "-V"):
         print(f"trainer {__version__}")
         return 0
     show(f"error: {_unknown(command, words)}", error=True)
     return 2
-
-
-def _help() -> str:
-    return _HELP.format(commands="\n".join(f"  {name:12}{purpose}" for name, (_, purpose) in COMMANDS.items()))
 
 
 def _unknown(command: str, words: list[str]) -> str:

@@ -52,15 +52,17 @@ def run_task(task: Task, device: str, early: Early = None, on_step: OnStep | Non
     with RunDirectory(cfg).open(wait=task.is_made is not None) as directory:
         if task.is_made is not None and task.is_made():
             return  # another job has made it
-        record_start(t.run_dir, cfg, directory.continued and directory.continued.step)
-        total = cfg.total_steps
-        if _is_finished(directory, total, exports):
+        total, continued = cfg.total_steps, directory.continued
+        record_start(t.run_dir, cfg, continued and continued.step)
+        # All steps are committed, validated, uploaded and, if wanted, exported: to start again changes nothing.
+        done = -1 if continued is None else continued.step
+        if done >= total and (not exports or is_exported(export_target(cfg, done))):
             LOG.info(f"finished step {total} of {total} before; nothing is left to do in {t.run_dir}")
             return
         try:
             task.check_inputs(asks_servers=True)
         except TrialError as error:
-            if directory.continued is None:
+            if continued is None:
                 raise
             for sentence in sentences_of(error):
                 LOG.warning("%s; the run continues, because it has trained before", sentence)
@@ -100,11 +102,3 @@ def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
         from trainer.cluster.ray_cluster import RayCluster  # imports Ray
 
     return RayCluster(cfg, device, early if isinstance(early, RayHead) else None)
-
-
-def _is_finished(directory: RunDirectory, steps: int, exported: bool) -> bool:
-    """All steps are committed, validated, uploaded and, if wanted, exported: restarting the command changes nothing."""
-    continued = directory.continued
-    if continued is None or continued.step < steps:
-        return False
-    return not exported or is_exported(export_target(directory.cfg, continued.step))

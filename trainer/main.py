@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 
 from trainer.config import Config
 from trainer.config.command_line import run_app
@@ -47,11 +48,8 @@ def prepare(cfg: Config) -> str:
 
 
 def _check_metrics(cfg: Config) -> None:
-    named = {
-        "best_metric": [cfg.trainer.best_metric.removeprefix("-")],
-        "divergence_limits": cfg.trainer.divergence_limits,
-    }
-    for key, metrics in named.items():
+    best = cfg.trainer.best_metric.removeprefix("-")
+    for key, metrics in {"best_metric": [best], "divergence_limits": cfg.trainer.divergence_limits}.items():
         for metric in metrics:
             if (problem := _problem_of_metric(cfg, metric)) is not None:
                 raise UserError(f"trainer.{key}={metric}: {problem}")
@@ -79,26 +77,20 @@ def _check_machine(cfg: Config) -> str:
     with SIGNALS.blocked(), importing():
         import numpy  # noqa: F401 - its threads, which torch would start, must block signals while Ray starts
     with stage("importing torch"), importing():
-        from trainer.objectives.base import make_objective  # the first import of torch: the config has passed
+        import torch  # for the first time: the config has passed
+
+        from trainer.objectives.base import make_objective
         from trainer.objectives.optimizer_check import check_optimizers
         from trainer.parallel.mesh import pick_device
-    _use_one_thread()
+    # So torch adds up in one order on machines with any number of cores: a resumed run, perhaps on another machine,
+    # checks what it measures against the log to the last bit.
+    torch.set_num_threads(1)
     with stage("checking the config"):
         device = pick_device(cfg.trainer.device, cfg.engine if cfg.task.generates else None)
         _check_devices(cfg, device)
         make_objective(cfg).check()
         check_optimizers(cfg)
     return device
-
-
-def _use_one_thread() -> None:
-    """Let torch add up in one order on machines with any number of cores.
-
-    A resumed run, perhaps on another machine, checks what it measures against the log to the last bit.
-    """
-    import torch
-
-    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager
@@ -172,21 +164,6 @@ def best_value(cfg: Config) -> float | None:
     return best and best.value
 
 
-def main() -> None:
-    """Train as the command line says; ends the process."""
-    run_app(train)
-
-
-def main_sft() -> None:
-    """Train on examples as the command line says; ends the process."""
-    run_app(train, "sft", ["trainer.task=sft"])
-
-
-def main_dpo() -> None:
-    """Train on preferences as the command line says; ends the process."""
-    run_app(train, "dpo", ["trainer.task=dpo"])
-
-
-def main_rm() -> None:
-    """Train a reward model as the command line says; ends the process."""
-    run_app(train, "rm", ["trainer.task=rm"])
+main = partial(run_app, train)
+main_sft, main_dpo, main_rm = (partial(run_app, train, task, [f"trainer.task={task}"]) for task in ("sft", "dpo", "rm"))
+"""Train as the command line says; end the process."""

@@ -20,7 +20,6 @@ from tests.support.pages import files_of_page
 from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
 from trainer.config import TASKS, Config, compose, valid_keys
-from trainer.config.hydra import compose_flags
 from trainer.config.overrides import parsed, refuse_unread
 from trainer.evaluate.subject import PATH as EVALUATION_TASK
 from trainer.evaluate.subject import parse_words
@@ -127,7 +126,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("config", "config_dir"):
             if (path := getattr(flags, name)) is not None:
                 setattr(flags, name, str(ROOT / path))
-        return compose_flags(flags)
+        return compose(flags.overrides, flags.config, flags.config_dir)
 
     trains = command not in ("inference", "plan")
     swept = [override for override in overrides if override.is_sweep_override()]

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import Config, compose, conf_dir, register, to_config, validate
+from trainer.config import Config, compose, conf_dir, register, rules, to_config, validate
 from trainer.errors import UserError
 
 
@@ -81,6 +81,13 @@ def config_of(overrides: Sequence[str] = ()) -> Config:
     except (HydraException, OmegaConfBaseException, AssertionError):
         return compose(overrides)
     return to_config(config)
+
+
+def check_rules(config: Config, section: str) -> None:
+    """Check what must hold between keys of one section alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "RULES", [one for one in rules.RULES if one[0] == section])
+        validate(config)
 
 
 def refusal_of(overrides: list[str]) -> str:

@@ -189,7 +189,11 @@ class AlgorithmConfig(Section):
 
     def inputs_of(self, key: str) -> frozenset[str]:
         """Return which of `INPUTS` the function reads that `algorithm.<key>` chooses."""
-        return _inputs_of(key, getattr(self, key))
+        if not import_utils.is_import_path(name := getattr(self, key)):
+            return BUILT_IN_INPUTS.get(name, frozenset())
+        return frozenset(INPUTS[key]).intersection(
+            import_utils.parameter_names(import_utils.import_function(name, f"algorithm.{key}"))
+        )
 
     @property
     def vocabulary_divergence(self) -> TeacherConfig | None:
@@ -220,15 +224,6 @@ def saved_correction(config: Mapping[str, Any], is_stale: bool = False) -> str |
         corrects = ahead and algorithm.get("old_logprobs") != "rollout"
         return "tis" if corrects else None
     return chosen if chosen in CORRECTIONS else None
-
-
-def _inputs_of(key: str, name: str) -> frozenset[str]:
-    """Return which of `INPUTS` the function `name` reads, that `algorithm.<key>` chooses."""
-    if not import_utils.is_import_path(name):
-        return BUILT_IN_INPUTS.get(name, frozenset())
-    return frozenset(import_utils.parameter_names(import_utils.import_function(name, f"algorithm.{key}"))) & frozenset(
-        INPUTS[key]
-    )
 
 
 def chosen_options(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str) -> dict[str, Any]:
@@ -282,12 +277,7 @@ def distillation_rules(config: Config) -> Iterator[tuple[Any, str, str]]:
     is_other = teacher.exists and teacher.temperature != config.rollout.temperature
     yield is_other and a.reads_teacher_logprobs, f"{name}.temperature", f"{problem}, or forward, reverse or jsd"
     yield not teacher.exists and teacher.temperature != 1, f"{name}.temperature", either
-    yield from _rules_of_teachers(config)
-
-
-def _rules_of_teachers(config: Config) -> Iterator[tuple[Any, str, str]]:
-    """Teachers on servers, and several of them."""
-    a, teacher, mix = config.algorithm, config.algorithm.teacher, config.data.mix
+    mix = config.data.mix
     problem = f"the teacher is on the ranks ({TEACHER_KEY}) or on a server; drop one of the two"
     yield teacher.path is not None and teacher.url is not None, TEACHER_URL, problem
     key, by_source = (TEACHER_URL, teacher.urls) if teacher.url is not None else (TEACHER_KEY, teacher.paths)

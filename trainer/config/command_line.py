@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.hydra import compose_flags, conf_dir, find_groups, hydra_words, to_config
+from trainer.config.hydra import compose, conf_dir, find_groups, hydra_words, to_config
 from trainer.config.overrides import parsed
-from trainer.config.schema import Config, is_name, no_such_key, valid_keys
+from trainer.config.schema import Config, no_such_key, valid_keys
 from trainer.config.tasks import ACCURACY
 from trainer.errors import (
     DivergedError,
@@ -115,7 +115,7 @@ def run_words(job: Job, words: Sequence[str], command: str = "train") -> None:
     if flags.multirun:
         run_sweep(job, flags)
         return
-    config = compose_flags(flags)
+    config = compose(flags.overrides, flags.config, flags.config_dir)
     SIGNALS.check()
     if flags.cfg:
         print(_shown(config, flags.package), end="")
@@ -125,11 +125,9 @@ def run_words(job: Job, words: Sequence[str], command: str = "train") -> None:
 
 def _shown(config: Config, section: str) -> str:
     """Return the config, or a section or key of it, as YAML."""
-    if section and not is_name(section):
-        raise UserError(no_such_key(section))
     nested: Any = redact(dataclasses.asdict(config))
     for name in filter(None, section.split(".")):
-        if name not in nested:
+        if not isinstance(nested, dict) or name not in nested:
             raise UserError(no_such_key(section))
         nested = nested[name]
     return dump_yaml(nested, allow_unicode=True).removesuffix("...\n")
@@ -251,8 +249,11 @@ def run_sweep(job: Job, flags: argparse.Namespace) -> None:
         JobEnded: with status 75 if a job has stopped early, 2 if all that have failed were refused, else 1.
     """
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf.errors import OmegaConfBaseException
 
-    words, ends = hydra_words(flags), list[tuple[str, int]]()
+    words = hydra_words(flags.overrides, flags.config, flags.config_dir, sweeps=True)
+    ends: list[tuple[str, int]] = []
     register_plugins(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here instead of printing them itself
     sys.argv[1:] = ["--multirun", *words]
@@ -260,61 +261,48 @@ def run_sweep(job: Job, flags: argparse.Namespace) -> None:
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")
     def app(dict_config: DictConfig) -> float | None:
         LOG_FILE.close()  # the last job's
-        value, outcome = _run(job, dict_config)
-        if outcome.status == EXIT_STATUS:
-            raise JobEnded(outcome)
+        value, outcome = None, Outcome(0)
+        try:
+            name = str(dict_config.trainer.run_dir)
+        except OmegaConfBaseException:
+            name = f"job {HydraConfig.get().job.num}"
+        try:
+            show(name)
+            config = to_config(dict_config)
+            SIGNALS.check()
+            value = job(config)
+            if str(HydraConfig.get().sweeper._target_).endswith(".OptunaSweeper"):
+                _check_value(value, config.compared_by[0])
+        except (Exception, Stopped, KeyboardInterrupt) as error:
+            outcome = outcome_of(error)
+            if outcome.status == EXIT_STATUS:
+                raise JobEnded(outcome) from error
         outcome.show()
-        ends.append((_name_of(dict_config), outcome.status))
+        ends.append((name, outcome.status))
         return value
 
+    error = None
     try:
         app()
-    except ValueError:
-        _check_ends(ends)  # Optuna cannot name the best trial if all have failed
-        raise
-    _check_ends(ends)
-
-
-def _run(job: Job, dict_config: DictConfig) -> tuple[float | None, Outcome]:
-    """Run a job of a sweep. Returns its best value, None if it has none, and how it ended."""
-    from hydra.core.hydra_config import HydraConfig
-
-    try:
-        show(_name_of(dict_config))
-        config = to_config(dict_config)
-        SIGNALS.check()
-        value = job(config)
-        if str(HydraConfig.get().sweeper._target_).endswith(".OptunaSweeper"):
-            metric, _ = config.compared_by
-            if value is None:
-                raise UserError(f"trainer.best_metric={metric}: no step has measured it")
-            if value == 0 and metric == ACCURACY:
-                show(
-                    "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
-                    "a new sweep with trainer.best_metric=val/reward/mean compares such jobs"
-                )
-        return value, Outcome(0)
-    except (Exception, Stopped, KeyboardInterrupt) as error:
-        return None, outcome_of(error)
-
-
-def _name_of(dict_config: Any) -> str:
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return str(dict_config.trainer.run_dir)
-    except OmegaConfBaseException:
-        return f"job {HydraConfig.get().job.num}"
-
-
-def _check_ends(ends: list[tuple[str, int]]) -> None:
-    """Check that no job, of which `ends` has names and exit statuses, has failed."""
+    except ValueError as caught:  # Optuna cannot name the best trial if all have failed
+        error = caught
     LOG_FILE.close()  # the last job's, which does not hold what is said of the sweep
-    failed = [(name, status) for name, status in ends if status]  # two trials may have one name
-    if failed:
+    if failed := [(name, status) for name, status in ends if status]:  # two trials may have one name
         text = f"{len(failed)} of {len(ends)} jobs failed: {'; '.join(name for name, _ in failed)}"
         raise JobEnded(Outcome(min(status for _, status in failed), text))
+    if error is not None:
+        raise error
+
+
+def _check_value(value: float | None, metric: str) -> None:
+    """Refuse a job that tells Optuna nothing, because no step has measured the metric; warn of an accuracy of 0."""
+    if value is None:
+        raise UserError(f"trainer.best_metric={metric}: no step has measured it")
+    if value == 0 and metric == ACCURACY:
+        show(
+            "WARNING: val/accuracy is 0 in this job, which tells Optuna nothing if other jobs have 0 too; "
+            "a new sweep with trainer.best_metric=val/reward/mean compares such jobs"
+        )
 
 
 def register_plugins(words: Sequence[str]) -> None:

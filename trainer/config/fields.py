@@ -168,37 +168,33 @@ class Section:
                 )
 
 
+_fields_of = functools.cache(dataclasses.fields)
+"""Of a class: every walk asks it for each section."""
+
+
 def walk_sections(section: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of this section and of all sections in it, outer sections first."""
     yield name, section
-    for field_name, is_mapping in _fields_of(type(section)):
-        for inner, value in _sections_in(section, field_name, is_mapping):
+    for f in _fields_of(type(section)):
+        for inner, value in _sections_in(section, f):
             yield from walk_sections(value, _join(name, inner))
 
 
-@functools.cache
-def _fields_of(kind: type) -> list[tuple[str, bool]]:
-    """Return the name of each field of a kind of section, and whether it is a mapping of names to sections."""
-    return [(f.name, _is_mapping(f)) for f in dataclasses.fields(kind)]
-
-
-def _is_mapping(f: dataclasses.Field[Any]) -> bool:
-    return getattr(f.metadata.get(_CONSTRAINT), "section", None) is not None  # a field that is a section has none
-
-
-def _sections_in(section: Any, name: str, is_mapping: bool) -> list[tuple[str, Any]]:
+def _sections_in(section: Any, f: dataclasses.Field[Any]) -> list[tuple[str, Any]]:
     """Return the names and the values of the sections that a field holds: one, or those of a mapping."""
-    value = getattr(section, name)
+    value = getattr(section, f.name)
     if hasattr(value, "__dataclass_fields__"):  # `dataclasses.is_dataclass` takes three times as long
-        return [(name, value)]
-    return [(_join(name, key), inner) for key, inner in value.items()] if is_mapping else []
+        return [(f.name, value)]
+    if isinstance(value, dict) and constraint_of(f).section is not None:
+        return [(_join(f.name, key), inner) for key, inner in value.items()]
+    return []
 
 
 def walk_keys(section: Any, name: str = "") -> Iterator[tuple[str, Any, Constraint]]:
     """Yield the dotted name, value and constraint of every key, nested sections included."""
     for inner, value in walk_sections(section, name):
-        for f in dataclasses.fields(value):
-            if not dataclasses.is_dataclass(item := getattr(value, f.name)):
+        for f in _fields_of(type(value)):
+            if not hasattr(item := getattr(value, f.name), "__dataclass_fields__"):
                 yield _join(inner, f.name), item, constraint_of(f)
 
 
@@ -209,7 +205,7 @@ def resume_rules(section: Any, name: str = "", instead: str | None = None) -> di
     for f in dataclasses.fields(section):
         rule = f.metadata[_RESUME]
         change = rule.change if isinstance(rule, ResumeRule) else rule
-        for inner, value in _sections_in(section, f.name, _is_mapping(f)):
+        for inner, value in _sections_in(section, f):
             rules |= resume_rules(value, _join(name, inner), change or instead)
         if isinstance(rule, ResumeRule):
             is_replaced = instead is not None and rule.change == "rollouts" or instead == "validation"

@@ -17,13 +17,12 @@ import hashlib
 import json
 import os
 import re
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config import schema
-from trainer.config.fields import value_of, walk_keys
-from trainer.config.overrides import GROUP, checked, mark_texts, parsed, unquoted
+from trainer.config.fields import value_of, walk_keys, walk_sections
+from trainer.config.overrides import GROUP, checked, key_in, mark_texts, unquoted
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
 from trainer.config.schema import Config
@@ -32,17 +31,19 @@ from trainer.errors import UserError, did_you_mean, one_line
 from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
 
 S = TypeVar("S")
-Groups = Mapping[str, Sequence[str]]
 
 FOLLOWS_NAME = ("kwargs", "weights", "url", "authorization_env", "python", "model")
 """Keys whose value belongs to the `name` beside them. A section with a name of its own does not inherit them."""
 _LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
+# Of the config that was composed last in this process:
 _GIVEN: list[str] = []
-"""The overrides of the config that was composed last in this process."""
+"""Its overrides."""
+_GROUPS: dict[str, list[str]] = {}
+"""The groups that it could choose from, with their choices."""
 _LINES: dict[str, str] = {}
-"""`FILE:LINE` of each dotted key in the file that was read for that config."""
+"""`FILE:LINE` of each dotted key in the file that was read for it."""
 _CHOSEN: set[str] = set()
-"""Dotted keys that the choices of groups set which the user has named for that config."""
+"""Dotted keys that the choices of groups set which the user has named."""
 _MEANT = {"model": "model.path={}", "data": "data=files data.train_files=[{}]"}
 """What to write in place of `GROUP=PATH`."""
 
@@ -56,73 +57,59 @@ def conf_dir() -> str:
     raise AssertionError("the package was installed without its conf/ directory")
 
 
-def compose(overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
-    """Return the validated config of `trainer train --config CONFIG_FILE OVERRIDES` (see `compose_flags`)."""
-    flags = parsed([])
-    flags.overrides, flags.config = list(overrides), config_file
-    return compose_flags(flags)
-
-
-def compose_flags(flags: Namespace) -> Config:
-    """Return the validated config of a command line (see `parsed`).
+def compose(overrides: Sequence[str] = (), config_file: str | None = None, config_dir: str | None = None) -> Config:
+    """Return the validated config of `trainer train --config CONFIG_FILE --config-dir CONFIG_DIR OVERRIDES`.
 
     Raises:
         UserError: a word, a file or the config is refused.
     """
-    words = hydra_words(flags)
-    _GIVEN[:] = [word for word in words if not word.startswith("hydra.")]
-    composed = _composed(words, find_groups(conf_dir(), *_directories(flags)), with_hydra=False)
+    composed = _composed(hydra_words(overrides, config_file, config_dir), with_hydra=False)
     try:
         return to_config(composed)
     except UserError as error:
-        raise UserError(_located(str(error), words)) from error
+        raise UserError(_located(str(error))) from error
 
 
 def words_given() -> list[str]:
     """Return the overrides of the config that was composed last in this process."""
     from hydra.core.hydra_config import HydraConfig
 
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else list(_GIVEN)
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else _GIVEN
+    return [word for word in words if not word.startswith("hydra.")]
 
 
-def hydra_words(flags: Namespace) -> list[str]:
+def hydra_words(
+    overrides: Sequence[str], config_file: str | None = None, config_dir: str | None = None, sweeps: bool = False
+) -> list[str]:
     """Return the overrides for Hydra: those of the user, checked, and what stands for `--config` and `--config-dir`.
 
     Raises:
         UserError: a word or a file is refused.
     """
     register()
-    _LINES.clear()
-    directories = _directories(flags)
-    groups = find_groups(conf_dir(), *directories)
-    words = checked(flags.overrides, groups, flags.multirun)
-    if directories:
-        urls = json.dumps([f"file://{directory}" for directory in directories], ensure_ascii=False)
-        words.append(f"hydra.searchpath={urls}")
-    _CHOSEN.clear()
-    of_groups = [conf_dir(), *directories]
-    for word in words:
-        group, _, names = word.lstrip("+").partition("=")
-        _CHOSEN.update(_keys_of_choice(group, names, of_groups))
-    if flags.config:
-        words.append(_store_file(flags.config, of_groups))
-    keys = {word.partition("=")[0].lstrip("+") for word in words} | _LINES.keys()
-    names_files = any(f"{key}.".startswith(("data.train_files.", "data.mix.")) for key in keys)
-    if not names_files or {"data", "data.synthetic"} & {word.partition("=")[0].lstrip("+") for word in words}:
-        return words
-    # The default of the group `data` is a generator, which takes no files.
-    composed = _composed([word for word in words if not flags.multirun or "," not in word], groups, with_hydra=True)
-    return ["data=files", *words] if composed.hydra.runtime.choices.data == "reverse_text" else words
-
-
-def _directories(flags: Namespace) -> list[str]:
-    """Return the directories of the user with groups, absolute."""
-    own = [flags.config_dir] if flags.config_dir else []
-    own += [os.path.dirname(os.path.abspath(flags.config))] if flags.config else []
-    for directory in own:
+    for known in (_GIVEN, _GROUPS, _LINES, _CHOSEN):
+        known.clear()
+    own = [config_dir, os.path.dirname(os.path.abspath(config_file)) if config_file else None]
+    for directory in filter(None, own):
         if not os.path.isdir(directory):
             raise UserError(f"{directory}: no such directory; name the one of your YAML files")
-    return [path for path in dict.fromkeys(map(os.path.abspath, own)) if path != conf_dir()]
+    directories = list(dict.fromkeys([conf_dir(), *map(os.path.abspath, filter(None, own))]))
+    _GROUPS.update(find_groups(*directories))
+    _GIVEN.extend(checked(overrides, _GROUPS, sweeps))
+    if directories[1:]:
+        urls = json.dumps([f"file://{directory}" for directory in directories[1:]], ensure_ascii=False)
+        _GIVEN.append(f"hydra.searchpath={urls}")
+    for word in _GIVEN:
+        _CHOSEN.update(_keys_of_choice(key_in(word), word.partition("=")[2], directories))
+    if config_file:
+        _GIVEN.append(_store_file(config_file, directories))
+    given = set(map(key_in, _GIVEN))
+    names_files = any(f"{key}.".startswith(("data.train_files.", "data.mix.")) for key in given | _LINES.keys())
+    if names_files and not {"data", "data.synthetic"} & given:
+        # The default of the group `data` is a generator, which takes no files.
+        composed = _composed([word for word in _GIVEN if not sweeps or "," not in word], with_hydra=True)
+        _GIVEN[:0] = ["data=files"] if composed.hydra.runtime.choices.data == "reverse_text" else []
+    return list(_GIVEN)
 
 
 def find_groups(*directories: str) -> dict[str, list[str]]:
@@ -142,7 +129,7 @@ def find_groups(*directories: str) -> dict[str, list[str]]:
     return {group: sorted(names) for group, names in groups.items()}
 
 
-def _composed(words: list[str], groups: Groups, with_hydra: bool) -> Any:
+def _composed(words: list[str], with_hydra: bool) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -152,7 +139,7 @@ def _composed(words: list[str], groups: Groups, with_hydra: bool) -> Any:
         with initialize_config_dir(version_base="1.3", config_dir=conf_dir()):
             return hydra_compose("config", overrides=words, return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
-        raise _refusal(error, words, groups) from error
+        raise _refusal(error) from error
 
 
 def to_config(dict_config: Any) -> Config:
@@ -167,7 +154,7 @@ def to_config(dict_config: Any) -> Config:
     try:
         config = OmegaConf.to_object(dict_config)
     except OmegaConfBaseException as error:
-        raise _refusal(error, words_given()) from error
+        raise _refusal(error) from error
     assert isinstance(config, Config)
     if hidden := hidden_keys(dataclasses.asdict(config)):
         raise UserError(
@@ -179,7 +166,10 @@ def to_config(dict_config: Any) -> Config:
         given: dict[str, Any] = value_of(config, key)
         made = {str(one): read_section(given[one], f"{key}.{one}", cls.of_run(config)) for one in given}
         setattr(value_of(config, key.rpartition(".")[0]), key.rpartition(".")[2], made)
-    schema.refuse_unknown_keys(config)
+    for name, section in walk_sections(config):
+        known = {field.name for field in dataclasses.fields(section)}
+        for unknown in vars(section).keys() - known:  # `++key=value` has added it: nothing would read it
+            raise UserError(schema.no_such_key(f"{name}.{unknown}".lstrip(".")))
     _set_defaults_of_task(config)
     if config.rollout.num_engines == RolloutConfig.num_engines:
         config.rollout.num_engines = max(1, len(config.rollout.urls))
@@ -190,8 +180,7 @@ def to_config(dict_config: Any) -> Config:
 def _set_defaults_of_task(config: Config) -> None:
     """Set `TaskSpec.defaults` where neither a word nor a file that the user has named sets the key, be it to the value
     of the schema, and no other group another value."""
-    given = {word.partition("=")[0].lstrip("+~") for word in words_given()}
-    in_files = _CHOSEN | _LINES.keys()
+    given, in_files = set(map(key_in, words_given())), _CHOSEN | _LINES.keys()
     for key, value in config.task.defaults.items():
         if not schema.is_name(key):
             raise UserError(f"trainer.task={config.trainer.task}: sets a default of {schema.no_such_key(key)}")
@@ -356,15 +345,14 @@ def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, str]]:
 # --- Errors ---
 
 
-def _located(sentence: str, words: Sequence[str]) -> str:
+def _located(sentence: str) -> str:
     """Return a sentence about a key, after `FILE:LINE: ` if the file has set the key and none of the words has."""
     key = re.split(r"[=: ]", sentence, maxsplit=1)[0]
-    given = {word.partition("=")[0].lstrip("+") for word in words}
-    return f"{_LINES[key]}: {sentence}" if key in _LINES and key not in given else sentence
+    return f"{_LINES[key]}: {sentence}" if key in _LINES and key not in map(key_in, words_given()) else sentence
 
 
-def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None = None, prefix: str = "") -> UserError:
-    """Return the error for the user: the key, what is valid, file and line."""
+def _refusal(error: Exception, prefix: str = "") -> UserError:
+    """Return the error for the user: the key, what is valid, file and line. `prefix`: of the key, with its dot."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
@@ -373,7 +361,7 @@ def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None 
     if missing is None and (unknown := re.search(r"override '([\w/@]+)'\. No match", text)):
         missing = unknown[1]
     if missing is not None:
-        return UserError(_of_choice(missing, words, groups or {}))
+        return UserError(_of_choice(*missing.removeprefix("/").partition("/")[::2]))
     if wrong := re.search(r"is not a subclass of (\w+)", text):  # a plain value in place of a section
         key = next((name for name, cls in schema.SECTIONS.items() if cls.__name__ == wrong[1]), "")
         key = key.rpartition(".")[2] if prefix else key
@@ -383,15 +371,13 @@ def _refusal(error: Exception, words: Sequence[str] = (), groups: Groups | None 
         key = key or (named[1] or named[2] if named else "")
     if not key:
         return UserError(f"the config cannot be composed ({one_line(str(error))})")
-    reason = next(
-        (line for line in str(chain[-1]).splitlines() if line and not line.startswith(("Error m", "In '"))), ""
-    )
-    return UserError(_located(_of_key(prefix + key, reason or type(chain[-1]).__name__, groups or {}), words))
+    lines = (line for line in str(chain[-1]).splitlines() if line and not line.startswith(("Error m", "In '")))
+    return UserError(_located(_of_key(prefix + key, next(lines, type(chain[-1]).__name__))))
 
 
-def _of_key(key: str, reason: str, groups: Groups) -> str:
+def _of_key(key: str, reason: str) -> str:
     if not schema.is_name(key) and not key.startswith("hydra."):
-        return schema.no_such_key(key, groups)
+        return schema.no_such_key(key, _GROUPS)
     if schema.section_named(key) is not None and (keys := schema.valid_keys(key)):
         shown = [*keys[:20], *(["… (docs/config.md lists all)"] if len(keys) > 20 else [])]
         return f"{key}: is a section, and takes no value; its keys are {', '.join(shown)}"
@@ -400,16 +386,14 @@ def _of_key(key: str, reason: str, groups: Groups) -> str:
     return f"{key}: {one_line(reason)}" + (f"; it must be {kind.replace('None', 'null')}" if kind else "")
 
 
-def _of_choice(path: str, words: Sequence[str], groups: Groups) -> str:
-    group, _, choice = path.removeprefix("/").partition("/")
-    is_given = any(word.lstrip("+").startswith(f"{group}=") for word in words)
-    where = f"{_LINES['defaults']}: " if "defaults" in _LINES and not is_given else ""
-    if group == GROUP or group not in groups:
-        meant = did_you_mean(group, groups) or f"choose one of {', '.join(groups)}"
-        return f"{where}{group}: no such group; {meant}"
-    own = f"write {_MEANT[group].format(choice)}" if group in _MEANT and "/" in choice else ""
-    meant = own or did_you_mean(choice, groups[group]) or f"choose one of {', '.join(groups[group])}"
-    return f"{where}{group}={choice}: no such choice; {meant}"
+def _of_choice(group: str, choice: str) -> str:
+    is_of_file = "defaults" in _LINES and group not in map(key_in, words_given())
+    where = f"{_LINES['defaults']}: " if is_of_file else ""
+    is_group = group in _GROUPS and group != GROUP
+    known, shown, kind = (_GROUPS[group], f"{group}={choice}", "choice") if is_group else (_GROUPS, group, "group")
+    meant = f"write {_MEANT[group].format(choice)}" if group in _MEANT and "/" in choice else ""
+    meant = meant or did_you_mean(choice if is_group else group, known) or f"choose one of {', '.join(known)}"
+    return f"{where}{shown}: no such {kind}; {meant}"
 
 
 # --- Resolvers ---
@@ -462,7 +446,7 @@ def _sweep_suffix() -> str:
         return ""
     fixed = set(job.config.override_dirname.exclude_keys)
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    swept = [unquoted(o) for o in overrides if o.partition("=")[0].lstrip("+~") not in fixed]
+    swept = [unquoted(o) for o in overrides if key_in(o) not in fixed]
     name = ",".join(redact_command(swept)).replace("/", "_")
     if len(name.encode()) > _LONGEST_SUFFIX:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -45,6 +45,11 @@ def parsed(words: Sequence[str], command: str = "train") -> argparse.Namespace:
     return flags
 
 
+def key_in(word: str) -> str:
+    """Return the key, or the group, that an override sets, chooses or drops."""
+    return word.partition("=")[0].lstrip("+~")
+
+
 def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweeps: bool) -> list[str]:
     """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two where the user
     has chosen it.
@@ -54,8 +59,7 @@ def checked(overrides: Sequence[str], groups: Mapping[str, Sequence[str]], sweep
     """
     accepted, problems = [], []
     for word in overrides:
-        bare = word.lstrip("+")
-        key = bare.partition("=")[0].lstrip("~")
+        bare, key = word.lstrip("+"), key_in(word)
         is_named = any(f"{key}.".startswith(f"{mapping}.") for mapping in schema.MAPPINGS)
         if is_named or schema.is_open(key.rpartition(".")[0]):
             word = f"++{bare}"
@@ -92,14 +96,13 @@ def _problem(word: str, key: str, groups: Mapping[str, Sequence[str]], sweeps: b
 
 def unread_words(words: Sequence[str], config: Config) -> list[str]:
     """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unread`)."""
-    names = {word: word.partition("=")[0].lstrip("+~") for word in words}
     unread = []
-    for word, name in names.items():
-        if name.startswith(f"{OPTIONS}.") and config.task.options:
-            continue
-        shown = schema.without_source(name)
-        if matches(shown, config.task.unread) or matches(f"{shown}.", config.task.unread):
-            unread.append(word if schema.section_named(name) is not None and "{" not in word else name)
+    for word in dict.fromkeys(words):
+        key, unread_keys = key_in(word), config.task.unread
+        shown = schema.without_source(key)
+        is_option = key.startswith(f"{OPTIONS}.") and config.task.options
+        if not is_option and (matches(shown, unread_keys) or matches(f"{shown}.", unread_keys)):
+            unread.append(word if schema.section_named(key) is not None and "{" not in word else key)
     return unread
 
 
@@ -116,18 +119,18 @@ def refuse_unread(words: Sequence[str], config: Config) -> None:
             f"{', '.join(unread)}: trainer.task={task} does not read {them}, so leave {them} out or choose another "
             "task (a config file may have keys of several tasks)"
         )
-    for key in [word.partition("=")[0].lstrip("+~") for word in words]:
+    for key in map(key_in, words):
         shown = schema.without_source(key)
         is_read = shown == "reward.success_threshold" or not config.task.reward_functions or not config.reads(key)
         if is_read or not f"{shown}.".startswith("reward."):
             continue
         source = key.removesuffix(shown)
-        environments = [value_of(config, f"{source}environment")] if source else config.environments
-        if all(one.name for one in environments):
-            environment = f"{source}environment.name"
+        name = f"{source}environment.name"
+        names = [value_of(config, name)] if source else [one.name for one in config.environments]
+        if all(names):
             raise UserError(
-                f"{key}: {environment}={value_of(config, environment)} gives the rewards, so {key} is not read; leave "
-                f"it out, or set {environment}=null"
+                f"{key}: {name}={value_of(config, name)} gives the rewards, so {key} is not read; leave it out, or set "
+                f"{name}=null"
             )
 
 

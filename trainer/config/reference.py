@@ -25,6 +25,16 @@ _HEADER = [
     *(f"- `{name}`: {meaning}" for name, meaning in RESUME.items()),
     "",
 ]
+_FOREIGN = [
+    "## Keys of verl, SkyRL and TRL",
+    "",
+    "What they are called here. A command with such a key is refused, and the message has the key of this table.",
+    "Some take other values, which the row of that key names. [rewards.md](rewards.md) has the same for the "
+    "arguments of reward functions.",
+    "",
+    "| key | here |",
+    "|---|---|",
+]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +53,8 @@ def page() -> str:
             lines += [*([""] if last else []), *head]
         lines.append("| " + " | ".join([f"`{key}`", *rest]) + " |")
         last = name
-    return "\n".join([*lines, "", *_foreign_table()])
+    lines += ["", *_FOREIGN, *(f"| {key} | {here} |" for key, here in foreign_keys().items()), ""]
+    return "\n".join(lines)
 
 
 def _rows() -> Iterator[tuple[str, tuple[str, str, str, str, str]]]:
@@ -81,21 +92,6 @@ def _entries_of(words: Sequence[str]) -> str:
         f"{key}: {kind}, default {default.strip('`')}, resume {rule}\n  {meaning}"
         for key, kind, default, rule, meaning in found.values()
     )
-
-
-def _foreign_table() -> list[str]:
-    return [
-        "## Keys of verl, SkyRL and TRL",
-        "",
-        "What they are called here. A command with such a key is refused, and the message has the key of this table.",
-        "Some take other values, which the row of that key names. [rewards.md](rewards.md) has the same for the "
-        "arguments of reward functions.",
-        "",
-        "| key | here |",
-        "|---|---|",
-        *(f"| {key} | {here} |" for key, here in foreign_keys().items()),
-        "",
-    ]
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -6,7 +6,6 @@ section a generator of rules, which yields whether a rule is broken, the key, an
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,10 +41,6 @@ _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _NO_SETS = ("default", "loss", "reward")
 """Names of metrics `val/<name>…`, and of the rows of no named set."""
 
-RULES: list[tuple[str, Callable[[Config], None]]] = []
-"""Each check with the section whose keys it checks: a task that does not read the section is not checked. Empty: the
-rules look for the sections themselves."""
-
 
 def validate(config: Config) -> None:
     """Check every value on its own, then what must hold between them.
@@ -58,34 +53,19 @@ def validate(config: Config) -> None:
     for key, value, constraint in walk_keys(config):
         if (problem := constraint.problem(value)) is not None:
             raise config_error(config, key, problem)
-    for section, check in RULES:
-        if not section or config.reads_section(section):
-            check(config)
+    for section, rules in RULES:
+        if section and not config.reads_section(section):
+            continue
+        for is_broken, key, problem in rules(config):
+            if is_broken:
+                raise config_error(config, key, problem)
     config.task.check_options(config.algorithm.options)
-
-
-def _rules_of(section: str) -> Callable[[Callable[[Config], Rules]], Callable[[Config], None]]:
-    """Make a check of a generator of rules, and add it to `RULES`."""
-
-    def check_of(rules: Callable[[Config], Rules]) -> Callable[[Config], None]:
-        @functools.wraps(rules)
-        def check(config: Config) -> None:
-            for is_broken, key, problem in rules(config):
-                if is_broken:
-                    raise config_error(config, key, problem)
-
-        RULES.append((section, check))
-        return check
-
-    return check_of
 
 
 # --- trainer ---
 
 
-@_rules_of("trainer")
-def check_trainer(config: Config) -> Rules:
-    """A layout, paths, savings or a resume that cannot work."""
+def _trainer(config: Config) -> Rules:
     t = config.trainer
     is_odd = t.train_batch_size % t.mini_batch_size
     yield is_odd, "trainer.train_batch_size", f"must be a multiple of trainer.mini_batch_size={t.mini_batch_size}"
@@ -207,9 +187,7 @@ def _check_apart(config: Config) -> None:
             raise UserError(f"{key}={paths[key]}: {problem}")
 
 
-@_rules_of("trainer.policy")
-def check_policy(config: Config) -> Rules:
-    """Betas that are no pair, an optimizer that trains no adapters, and settings of adapters that there are none of."""
+def _policy(config: Config) -> Rules:
     optimizer, lora, name = config.trainer.policy.optimizer, config.trainer.policy.lora, "trainer.policy.lora"
     betas = optimizer.betas
     is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
@@ -220,9 +198,7 @@ def check_policy(config: Config) -> Rules:
         yield lora.rank is None, key, f"needs {name}.rank"
 
 
-@_rules_of("trainer.critic")
-def check_critic(config: Config) -> Rules:
-    """Keys of the critic in a run without one."""
+def _critic(config: Config) -> Rules:
     critic, name = config.trainer.critic, "trainer.critic"
     problem = f"leaves no step of trainer.total_steps={config.trainer.total_steps} for the policy"
     yield critic.warmup_steps >= config.trainer.total_steps, f"{name}.warmup_steps", problem
@@ -235,16 +211,11 @@ def check_critic(config: Config) -> Rules:
 # --- algorithm ---
 
 
-@_rules_of("algorithm")
-def check_algorithm(config: Config) -> Rules:
-    """Settings of functions that exclude each other."""
+def _algorithm(config: Config) -> Rules:
     a, rollout = config.algorithm, config.rollout
     problem = "corrects the engine's log-probs, and algorithm.old_logprobs=rollout takes them as they are"
-    yield (
-        a.rollout_correction in CORRECTIONS and a.old_logprobs == "rollout",
-        "algorithm.rollout_correction",
-        problem,
-    )
+    is_twice = a.rollout_correction in CORRECTIONS and a.old_logprobs == "rollout"
+    yield is_twice, "algorithm.rollout_correction", problem
     is_long = a.overlong_buffer > rollout.max_response_tokens
     yield is_long, "algorithm.overlong_buffer", f"exceeds rollout.max_response_tokens={rollout.max_response_tokens}"
     is_penalised = a.overlong_buffer > 0 or (a.kl_in == "reward" and a.kl_coef > 0)
@@ -257,14 +228,10 @@ def check_algorithm(config: Config) -> Rules:
         "a straight-through estimator only differs in its gradient, and a reward has none; choose k1, k2, k3 or abs"
     )
     yield a.kl_in == "reward" and a.kl_estimator.endswith("+"), "algorithm.kl_estimator", problem
-    yield (
-        a.adapts_kl and a.kl_coef == 0,
-        "algorithm.options.kl_target",
-        "needs algorithm.kl_coef above 0 to start from",
-    )
-    if a.ref_sync_interval > 0:
-        key = "algorithm.ref_sync_interval"
-        yield "ref_logprobs" not in a.reads, key, "there is no reference model with algorithm.kl_coef=0"
+    problem = "needs algorithm.kl_coef above 0 to start from"
+    yield a.adapts_kl and a.kl_coef == 0, "algorithm.options.kl_target", problem
+    problem, is_copied = "there is no reference model with algorithm.kl_coef=0", a.ref_sync_interval > 0
+    yield is_copied and "ref_logprobs" not in a.reads, "algorithm.ref_sync_interval", problem
     yield from distillation_rules(config)
     if a.dynamic_sampling:
         check_group_size(config, "algorithm.dynamic_sampling")
@@ -286,9 +253,7 @@ def check_group_size(config: Config, key: str) -> None:
 # --- model, data, sft ---
 
 
-@_rules_of("model")
-def check_model(config: Config) -> Rules:
-    """Sequences that are too long for the built-in model."""
+def _model(config: Config) -> Rules:
     model = config.model
     yield model.tiny.hidden_size % 32, "model.tiny.hidden_size", "must be a multiple of 32, the size of a head"
     for variable in model.chat_template_kwargs:
@@ -305,9 +270,7 @@ def check_model(config: Config) -> Rules:
     yield is_long, "rollout.max_response_tokens", f"with rollout.max_prompt_tokens it exceeds {longest}"
 
 
-@_rules_of("data")
-def check_data(config: Config) -> Rules:
-    """Data that are named twice, or not at all."""
+def _data(config: Config) -> Rules:
     data = config.data
     if data.mix:
         for key in ("train_files", "synthetic", "train_size", "curriculum"):
@@ -376,9 +339,7 @@ def _generator(config: Config, section: str, generator: str, sizes: Sequence[str
 # --- rewards, environments ---
 
 
-@_rules_of("")
-def check_rewards(config: Config) -> Rules:
-    """Rewards that contradict their weights, or whose server is missing."""
+def _rewards(config: Config) -> Rules:
     models: set[str | None] = set()
     for name, reward in config.sections(RewardConfig):
         is_list = isinstance(reward.name, list) and reward.name and all(isinstance(item, str) for item in reward.name)
@@ -394,11 +355,8 @@ def check_rewards(config: Config) -> Rules:
         models.add(own)
         problem = f"{MODEL} needs {key}, the directory of a reward model, or {name}.model.url, a server with one"
         yield own is None and reward.is_model, f"{name}.name", problem
-        yield (
-            is_server and reward.model.path is not None,
-            key,
-            "a reward model is on a server or on the ranks; drop one",
-        )
+        problem = "a reward model is on a server or on the ranks; drop one"
+        yield is_server and reward.model.path is not None, key, problem
         yield len(models - {None}) > 1, key, "is a second reward model; a run has one"
         problem = f"is read by the reward {MODEL} alone; set {name}.name={MODEL}, or leave it out"
         yield own is not None and not reward.is_model, key, problem
@@ -414,9 +372,7 @@ def check_rewards(config: Config) -> Rules:
                 raise UserError(f"{key}: holds credentials, which would be saved; use {name}.authorization_env")
 
 
-@_rules_of("")
-def check_environments(config: Config) -> Rules:
-    """Environments that cannot play the episodes of the run."""
+def _environments(config: Config) -> Rules:
     first = config.rollout.max_prompt_tokens
     for name, environment in config.sections(EnvironmentConfig):
         if environment.name is None:
@@ -440,9 +396,7 @@ def check_environments(config: Config) -> Rules:
 # --- rollout ---
 
 
-@_rules_of("rollout")
-def check_rollout(config: Config) -> Rules:
-    """What the engine cannot do."""
+def _rollout(config: Config) -> Rules:
     rollout, engine, own = config.rollout, config.engine, f"rollout.engine={config.rollout.engine}"
     problem = f"{own} runs on one device; choose {engines_with('tensor_parallel')}"
     is_split = rollout.tensor_parallel_size > 1 and not engine.tensor_parallel
@@ -483,9 +437,7 @@ def _servers(config: Config) -> Rules:
     yield rollout.urls and rollout.num_engines != len(rollout.urls), "rollout.num_engines", problem
 
 
-@_rules_of("rollout")
-def check_fleet(config: Config) -> Rules:
-    """A fleet whose engines could not get weights."""
+def _fleet(config: Config) -> Rules:
     rollout, key = config.rollout, "rollout.fleet"
     if not rollout.fleet:
         yield rollout.num_engines == 0, "rollout.num_engines", f"without engines of its own the job needs {key}=true"
@@ -500,9 +452,7 @@ def check_fleet(config: Config) -> Rules:
     yield rollout.lora_sync == "adapter", "rollout.lora_sync", problem
 
 
-@_rules_of("sft")
-def check_sft(config: Config) -> Rules:
-    """Settings of rollouts as data without rollouts, and weights that fit no files."""
+def _sft(config: Config) -> Rules:
     data, are_rollouts = config.data, config.sft.source == "rollouts"
     files = data.train_files + [file for source in data.mix.values() for file in source.files]
     problem = "needs data.train_files, the files that logger.save_rollouts=true makes a run write"
@@ -512,9 +462,7 @@ def check_sft(config: Config) -> Rules:
         yield not are_rollouts and value_of(config, key) is not None, key, problem
 
 
-@_rules_of("dpo")
-def check_dpo(config: Config) -> Rules:
-    """An option that the loss does not read, or that it needs."""
+def _dpo(config: Config) -> Rules:
     dpo = config.dpo
     problem = f"dpo.loss_type={dpo.loss_type} does not read it; set it to 0, or choose {' or '.join(SMOOTHED)}"
     yield dpo.label_smoothing > 0 and dpo.loss_type not in SMOOTHED, "dpo.label_smoothing", problem
@@ -523,9 +471,7 @@ def check_dpo(config: Config) -> Rules:
     yield dpo.simpo_gamma is not None and dpo.loss_type != SIMPO, "dpo.simpo_gamma", problem
 
 
-@_rules_of("logger")
-def check_logger(config: Config) -> Rules:
-    """Services that nobody knows, or whose package is missing, and no port."""
+def _logger(config: Config) -> Rules:
     for service in config.logger.services:
         problem = f"choose from {', '.join(SERVICES)}, or an import path package.module:Class"
         yield service not in (*SERVICES, *config.logger.sinks), "logger.services", problem
@@ -539,13 +485,31 @@ def check_logger(config: Config) -> Rules:
         yield is_missing, "logger.services", problem
 
 
-@_rules_of("plan")
-def check_plan(config: Config) -> Rules:
-    """Mean sequences that are longer than the longest."""
+def _plan(config: Config) -> Rules:
     prompt, response = config.plan.prompt_tokens or 0, config.plan.response_tokens or 0
     key = "plan.response_tokens" if response else "plan.prompt_tokens"
     problem = f"makes the mean sequence longer than the longest, which has {config.longest_row} tokens"
     yield prompt + response > config.longest_row, key, problem
+
+
+RULES: list[tuple[str, Callable[[Config], Rules]]] = [
+    ("trainer", _trainer),
+    ("trainer.policy", _policy),
+    ("trainer.critic", _critic),
+    ("algorithm", _algorithm),
+    ("model", _model),
+    ("data", _data),
+    ("", _rewards),
+    ("", _environments),
+    ("rollout", _rollout),
+    ("rollout", _fleet),
+    ("sft", _sft),
+    ("dpo", _dpo),
+    ("logger", _logger),
+    ("plan", _plan),
+]
+"""Rules with the section whose keys they check: a task that does not read the section is not checked. Empty: the rules
+look for the sections themselves."""
 
 
 # --- What a resume may change ---

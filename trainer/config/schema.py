@@ -21,16 +21,16 @@ from trainer.config.model import ModelConfig
 from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RewardModelConfig, RolloutConfig
 from trainer.config.tasks import OPTIONS, RoleSpec, ServerSpec, TaskSpec, find_task, servers_of
 from trainer.config.trainer import LoggerConfig, PlanConfig, TrainerConfig
-from trainer.errors import UserError, did_you_mean
-
-FILE = os.path.join(os.path.dirname(__file__), "foreign.tsv")
-"""Two columns: a key, and the keys here that take its place, with a remark in brackets. A section stands for all keys
-below it that have no row. The keys of TRL have no sections."""
+from trainer.errors import did_you_mean
 
 
 @functools.cache
 def foreign_keys() -> dict[str, str]:
-    with open(FILE, encoding="utf-8") as file:
+    """Return the keys of other packages, each with the keys here that take its place and a remark in brackets.
+
+    A section stands for all keys below it that have no row. The keys of TRL have no sections.
+    """
+    with open(os.path.join(os.path.dirname(__file__), "foreign.tsv"), encoding="utf-8") as file:
         return dict(line.rstrip("\n").split("\t") for line in file)
 
 
@@ -275,35 +275,16 @@ def no_such_key(key: str, groups: Iterable[str] = ()) -> str:
     Args:
         groups: names of groups of values, which the command line takes as well.
     """
-    section = key.rpartition(".")[0]
-    counterpart = counterpart_of(key)
-    suggestion = counterpart or _suggestion(key, groups)
-    if f"{section}.options" in OPEN_SECTIONS and (counterpart or f" {section}." not in suggestion):
-        suggestion += f"; an option of your own function or task is +{section}.options.{key.rpartition('.')[2]}=VALUE"
-    return f"{key}: no such key; {suggestion}"
-
-
-def refuse_unknown_keys(config: Config) -> None:
-    """Refuse keys that `+key=value` or `++key=value` has added to the schema: nothing would read them.
-
-    Raises:
-        UserError: names the first of them.
-    """
-    for name, section in walk_sections(config):
-        known = {f.name for f in dataclasses.fields(section)}
-        for unknown in vars(section).keys() - known:
-            raise UserError(no_such_key(f"{name}.{unknown}".lstrip(".")))
-
-
-def _suggestion(wrong: str, groups: Iterable[str] = ()) -> str:
-    """Return the names that a name which is neither a key nor a section may stand for."""
-    shown = plain(wrong)
-    inside = shown.partition(NAME)[0] if shown != wrong else ""
+    section, _, last = key.rpartition(".")
+    counterpart, shown = counterpart_of(key), plain(key)
+    inside = shown.partition(NAME)[0] if shown != key else ""
     known = [name for name in (*SECTIONS, *KEYS) if name.startswith(inside) and (inside or NAME not in name)]
-    if meant := did_you_mean(shown, dict.fromkeys(filter(None, (*groups, *known)))):
-        return meant.replace(NAME, wrong.removeprefix(inside).partition(".")[0])
-    section = wrong.rpartition(".")[0]
-    valid = valid_keys(section) or valid_keys()
-    if len(valid) <= 14:
-        return f"valid are {', '.join(valid)}"
-    return f"docs/config.md lists the keys of {section}"
+    suggestion = counterpart or did_you_mean(shown, dict.fromkeys(filter(None, (*groups, *known))))
+    suggestion = suggestion if counterpart else suggestion.replace(NAME, key.removeprefix(inside).partition(".")[0])
+    if not suggestion:
+        valid = valid_keys(section) or valid_keys()
+        listed = f"valid are {', '.join(valid)}"
+        suggestion = listed if len(valid) <= 14 else f"docs/config.md lists the keys of {section}"
+    if f"{section}.options" in OPEN_SECTIONS and (counterpart or f" {section}." not in suggestion):
+        suggestion += f"; an option of your own function or task is +{section}.options.{last}=VALUE"
+    return f"{key}: no such key; {suggestion}"

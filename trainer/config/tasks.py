@@ -163,18 +163,15 @@ def policy_role(
         optimizer: None: `trainer.policy.optimizer`.
         updates_per_step: None: as `trainer.mini_batch_size` and `trainer.update_epochs` say.
     """
+    steps = updates_per_step or _updates_per_step(config)
+    optimizer = optimizer or config.trainer.policy.optimizer
+    return _trained_role(config, "policy", optimizer, skipped_steps=skipped_steps, updates_per_step=steps)
+
+
+def _trained_role(config: Config, name: str, optimizer: OptimizerConfig, **fields: Any) -> RoleSpec:
     policy = config.trainer.policy
-    return RoleSpec(
-        "policy",
-        trained=True,
-        saved=True,
-        section="trainer.policy",
-        sharding=policy.fsdp,
-        optimizer=optimizer or policy.optimizer,
-        lora=policy.lora,
-        skipped_steps=skipped_steps,
-        updates_per_step=updates_per_step or _updates_per_step(config),
-    )
+    own = RoleSpec(name, trained=True, saved=True, optimizer=optimizer, section="trainer.policy")
+    return dataclasses.replace(own, sharding=policy.fsdp, lora=policy.lora, **fields)
 
 
 def like_policy(config: Config, section: Any) -> OptimizerConfig:
@@ -184,21 +181,10 @@ def like_policy(config: Config, section: Any) -> OptimizerConfig:
 
 def critic_role(config: Config) -> RoleSpec:
     """Return the trained critic."""
-    policy, critic = config.trainer.policy, config.trainer.critic
-    return RoleSpec(
-        "critic",
-        critic.path,
-        VALUE,
-        trained=True,
-        saved=True,
-        section="trainer.policy",
-        sharding=policy.fsdp,
-        optimizer=like_policy(config, critic.optimizer),
-        lora=policy.lora,
-        computes="values",
-        updates_per_step=_updates_per_step(config),
-        path_key=POLICY_KEY if critic.path is None else "trainer.critic.path",
-    )
+    path, optimizer = config.trainer.critic.path, like_policy(config, config.trainer.critic.optimizer)
+    key, steps = POLICY_KEY if path is None else "trainer.critic.path", _updates_per_step(config)
+    weights = {"path": path, "path_key": key, "head": VALUE}
+    return _trained_role(config, "critic", optimizer, **weights, computes="values", updates_per_step=steps)
 
 
 def reference_role(config: Config, moves: bool = True) -> RoleSpec:

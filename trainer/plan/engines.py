@@ -165,41 +165,30 @@ def cache_of(cfg: Config, model: ModelShape, itemsize: int, tp: int) -> Sequence
     Raises:
         UserError: the config of the model does not say what its layers keep.
     """
-    text = model.text
+    text, role = model.text, cfg.roles[0]
     windowed = "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
     kinds = Counter(getattr(text, "layer_types", None) or [windowed] * text.num_hidden_layers)
     full, window, state = (kinds.pop(f"{kind}_attention", 0) for kind in ("full", "sliding", "linear"))
     shares = getattr(text, "num_kv_shared_layers", 0) or text.to_dict().get("per_layer_config")
-    if kinds or shares or bool(state) != model.is_stateful or state and not hasattr(text, "linear_num_value_heads"):
-        raise _refusal(cfg, model)
-    if getattr(text, "kv_lora_rank", None):
-        if text.model_type not in _LATENT_TYPES:
-            raise _refusal(cfg, model)
-        return SequenceCache(full * (text.kv_lora_rank + text.qk_rope_head_dim) * itemsize)  # on each device
+    is_unknown = kinds or shares or bool(state) != model.is_stateful
+    is_unknown = is_unknown or state and not hasattr(text, "linear_num_value_heads")
+    rank = getattr(text, "kv_lora_rank", None)
+    if is_unknown or rank and text.model_type not in _LATENT_TYPES:
+        raise UserError(
+            f"{role.path_key}={role.path or cfg.model.path}: engines for models of the type {model.config.model_type} "
+            "cannot be planned, because it is not known what their layers keep of a sequence; choose another model, or "
+            "plan trainer.task=sft"
+        )
+    if rank:
+        return SequenceCache(full * (rank + text.qk_rope_head_dim) * itemsize)  # on each device
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         heads = 1
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * max(1, heads // tp) * width * itemsize
-    states = state * _state_bytes(text, itemsize, tp) if state else 0
+    token, states = 2 * max(1, heads // tp) * width * itemsize, 0
+    if state:  # a gated delta net (Yang et al., 2024): a matrix for each head, and the last inputs of a convolution
+        keys, values = text.linear_num_key_heads // tp, text.linear_num_value_heads // tp
+        key, value = text.linear_key_head_dim, text.linear_value_head_dim
+        inputs = (text.linear_conv_kernel_dim - 1) * (2 * keys * key + values * value) * itemsize
+        states = state * (inputs + values * value * key * 4)
     return SequenceCache(full * token, text.sliding_window if window else 0, window * token, states)
-
-
-def _state_bytes(text: Any, itemsize: int, tp: int) -> int:
-    """Return the bytes of the state of a gated delta net (Yang et al., 2024) on one of `tp` devices.
-
-    It has a matrix for each head, and the last inputs of a convolution over queries, keys and values.
-    """
-    keys, values = text.linear_num_key_heads // tp, text.linear_num_value_heads // tp
-    key, value = text.linear_key_head_dim, text.linear_value_head_dim
-    inputs = (text.linear_conv_kernel_dim - 1) * (2 * keys * key + values * value) * itemsize
-    return inputs + values * value * key * 4
-
-
-def _refusal(cfg: Config, model: ModelShape) -> UserError:
-    role = cfg.roles[0]
-    return UserError(
-        f"{role.path_key}={role.path or cfg.model.path}: engines for models of the type {model.config.model_type} "
-        "cannot be planned, because it is not known what their layers keep of a sequence; choose another model, or "
-        "plan trainer.task=sft"
-    )

@@ -224,19 +224,12 @@ def rank_phases(cfg: Config, roles: Sequence[PlannedRole], workload: Workload) -
         phases.append(Phase("save", held(here, here)))
     policy = next((role for role in roles if role.spec.name == "policy"), None)
     if cfg.task.generates and policy is not None:
-        phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": sync_buffers(cfg, policy)}))
+        largest = policy.itemsize * max(parameter.numel for parameter in policy.model.parameters)  # before FSDP2 shards
+        # Into shared memory each rank writes its own rows of a tensor; else it gathers one, and holds two buckets.
+        is_written = writes_shared_memory(cfg, policy.device)
+        buffers = largest // policy.shards if is_written else 2 * largest + 2 * SYNC_BUCKET_BYTES
+        phases.append(Phase("weights to engines", {**held({"policy"}, ()), "buffers": buffers}))
     return phases
-
-
-def sync_buffers(cfg: Config, policy: PlannedRole) -> int:
-    """Return the bytes that a rank holds while weights go to the engines: a gathered tensor, and two buckets.
-
-    Into shared memory each rank writes its own rows, one tensor after the other.
-    """
-    largest = max(parameter.numel for parameter in policy.model.parameters)  # before FSDP2 shards it
-    if writes_shared_memory(cfg, policy.device):
-        return largest * policy.itemsize // policy.shards
-    return 2 * largest * policy.itemsize + 2 * SYNC_BUCKET_BYTES
 
 
 def writes_shared_memory(cfg: Config, device: str) -> bool:

@@ -51,14 +51,19 @@ def as_text(cfg: Config, plan: Plan, layouts: Sequence[Layout]) -> str:
     for problem in plan.problems[1:]:
         console.print(f"Also: {problem}.", soft_wrap=True)
     console.print("", _memory(plan), _table("Time of a step", _times(plan)), _table("Sizes", _sizes(plan)))
-    console.print(_table("Layouts: the time of a step, and whether it fits", _rows_of(layouts)))
+    rows = []
+    for layout in layouts:
+        state = "fits" if layout.fits else layout.plan.problems[0] if layout.plan.problems else "not checked"
+        rows.append((layout.name, _duration(layout.plan.time.total), state))
+    console.print(_table("Layouts: the time of a step, and whether it fits", rows))
     for note in notes(cfg, plan):
         console.print(f"Note: {note}", soft_wrap=True)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
 def notes(cfg: Config, plan: Plan) -> list[str]:
-    """Return what the plan leaves out or only estimates, for this config."""
+    """Return what the plan leaves out or only estimates for this config, and what earlier starts have found of its
+    models (see `trainer.models.model_check`)."""
     found, cluster = [], plan.cluster
     if not cluster.device.is_cpu:
         found.append("times of GPUs come from data sheets, hardly any is measured; memory is that of our own code")
@@ -70,23 +75,17 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         found.append("time of environments, tools, rewards and validation is not known and counts as 0")
         if plan.engine is None and cfg.num_engines:
             found.append(f"rollout.engine={cfg.rollout.engine} generates outside of this cluster: its time counts as 0")
-    return found + _checks(cfg, plan)
-
-
-def _checks(cfg: Config, plan: Plan) -> list[str]:
-    """Return what earlier starts have found of the models of directories (see `trainer.models.model_check`)."""
-    found: dict[str, str] = {}
+    checked = dict[str, str]()
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
     for role in cfg.roles if cfg.task.trains else ():
         path = role.path or cfg.model.path
-        if path is None or path in found or not os.path.isdir(path):
+        if path is None or path in checked or not os.path.isdir(path):
             continue
-        run = sizes, role, cfg.trainer.pack, cfg.longest_row
-        verdict = read_verdict(verdict_file(cfg.model, path, *run))
-        if verdict is not None:
-            said = verdict.problem or "an earlier start has compared it with its own class, and nothing differs"
-            found[path] = f"{role.path_key}={path}: {said}"
-    return list(found.values())
+        file = verdict_file(cfg.model, path, sizes, role, cfg.trainer.pack, cfg.longest_row)
+        if (known := read_verdict(file)) is not None:
+            said = known.problem or "an earlier start has compared it with its own class, and nothing differs"
+            checked[path] = f"{role.path_key}={path}: {said}"
+    return [*found, *checked.values()]
 
 
 def _memory(plan: Plan) -> Table:
@@ -127,12 +126,6 @@ def _sizes(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "a checkpoint", f"{_gb(disk.checkpoint)} GB, {save}"
     yield "an export", f"{_gb(disk.export)} GB"
     yield "disk", f"{_gb(disk.total)} GB for what is kept: {disk.kept} checkpoints (trainer.max_ckpts_to_keep), exports"
-
-
-def _rows_of(layouts: Iterable[Layout]) -> Iterable[tuple[str, str, str]]:
-    for layout in layouts:
-        state = "fits" if layout.fits else layout.plan.problems[0] if layout.plan.problems else "not checked"
-        yield layout.name, _duration(layout.plan.time.total), state
 
 
 def _table(title: str, rows: Iterable[Sequence[str]]) -> Table:

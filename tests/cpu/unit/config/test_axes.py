@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from tests.support.config import check_rules
 from trainer.config import Config, FSDPConfig, RoleSpec, policy_role
-from trainer.config.rules import check_trainer
 from trainer.config.tasks import TASKS, find_task
 from trainer.config.trainer import LAYOUT_KEYS
 from trainer.errors import UserError
@@ -44,9 +44,9 @@ def test_compiled_blocks_of_any_role_are_refused_with_tensor_parallelism(monkeyp
     try:
         problem = r"RoleSpec\('second'\).sharding.compile=True: cannot be combined with trainer.tensor_parallel_size"
         with pytest.raises(UserError, match=problem):
-            check_trainer(cfg)
+            check_rules(cfg, "trainer")
         cfg.trainer.policy.fsdp.compile = True
         with pytest.raises(UserError, match=r"trainer.policy.fsdp.compile=True: cannot be combined"):
-            check_trainer(cfg)
+            check_rules(cfg, "trainer")
     finally:
         find_task.cache_clear()

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from tests.support.config import check_rules
 from trainer.cluster.resources import rank_groups
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig, RoleSpec
-from trainer.config.rules import check_critic, check_trainer
 from trainer.config.tasks import TASKS, check_roles, find_task, policy_role
 from trainer.errors import UserError
 
@@ -50,10 +50,10 @@ def test_a_role_exists_if_a_function_reads_what_it_computes(algorithm, names):
 def test_keys_of_the_critic_are_taken_with_an_estimator_of_the_user_s_that_reads_values():
     cfg = config(advantage_estimator="reading_functions:with_values")
     cfg.trainer.critic.optimizer.lr = 1e-3
-    check_critic(cfg)
+    check_rules(cfg, "trainer.critic")
     cfg.algorithm.advantage_estimator = "reading_functions:without"
     with pytest.raises(UserError, match="trainer.critic.optimizer.lr=0.001: .*has no critic"):
-        check_critic(cfg)
+        check_rules(cfg, "trainer.critic")
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_a_change_of_the_weights_of_a_role_can_be_allowed_by_its_key():
     cfg = config()
     cfg.trainer.allow_config_change = ["teacher"]
     with pytest.raises(UserError, match="teacher: no such key"):
-        check_trainer(cfg)
+        check_rules(cfg, "trainer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TASKS, "rl", dataclasses.replace(TASKS["rl"], roles=lambda cfg: (policy_role(cfg), teacher)))
         find_task.cache_clear()
-        check_trainer(cfg)
+        check_rules(cfg, "trainer")
     find_task.cache_clear()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.config import check_rules
 from trainer.config import Config
-from trainer.config.rules import check_plan
 from trainer.errors import UserError
 from trainer.parallel.axes import AXES
 from trainer.plan.workload import workload_of
@@ -80,7 +80,7 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
     cfg = Config()
     cfg.environment.name, cfg.environment.max_tokens = "package:Class", 6000
     cfg.plan.prompt_tokens, cfg.plan.response_tokens = 100, 5900
-    check_plan(cfg)
+    check_rules(cfg, "plan")
     w = workload_of(cfg, ALONE)
     assert (w.longest, w.response, w.longest_response, w.row_tokens) == (6000, 5900, 8 * 512, 16384)
     cfg.environment.max_turns, cfg.plan.response_tokens = 20, None
@@ -88,7 +88,7 @@ def test_an_episode_may_have_the_tokens_of_all_turns():
     assert (w.response, w.longest_response) == (2950, 5900)
     cfg.plan.response_tokens = 5901
     with pytest.raises(UserError, match=r"plan\.response_tokens=5901: .* has 6000 tokens"):
-        check_plan(cfg)
+        check_rules(cfg, "plan")
 
 
 def test_supervised_training_has_examples():
@@ -105,9 +105,9 @@ def test_mean_lengths_are_at_most_the_longest_that_the_task_has():
     cfg = Config()
     cfg.plan.response_tokens = 2000
     with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .* has 1024 tokens"):
-        check_plan(cfg)
+        check_rules(cfg, "plan")
     cfg.trainer.task, cfg.sft.max_length = "sft", 4096
-    check_plan(cfg)  # supervised training reads no rollout limit
+    check_rules(cfg, "plan")  # supervised training reads no rollout limit
     cfg.plan.prompt_tokens = 2100
     with pytest.raises(UserError, match=r"plan\.response_tokens=2000: .* has 4096 tokens"):
-        check_plan(cfg)
+        check_rules(cfg, "plan")

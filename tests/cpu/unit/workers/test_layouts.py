@@ -32,7 +32,7 @@ from tests.support.training import (
 )
 from trainer.config import Config, FSDPConfig, TrainerConfig
 from trainer.config.fields import setting
-from trainer.config.rules import check_trainer
+from trainer.config.rules import validate
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.axes import AXES, Axis, axis_sizes
@@ -195,7 +195,7 @@ def test_a_new_axis_of_ranks_that_repeat_each_other_is_one_entry_and_one_key(one
     trainer = TrainerConfigWithCopies(num_workers=3, copies=2)
     assert axis_sizes(trainer, 4) == {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "copies": 2}
     with pytest.raises(UserError, match="trainer.num_workers=3: must be a multiple of trainer.copies=2"):
-        check_trainer(dataclasses.replace(Config(), trainer=trainer))
+        validate(dataclasses.replace(Config(), trainer=trainer))
 
 
 @pytest.mark.parametrize("tied, ranks, tensor", [(True, 4, 2), (False, 2, 1)])
