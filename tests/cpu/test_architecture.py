@@ -127,7 +127,7 @@ def test_config_names_no_upper_room():
 
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1396, 1400),
-    "run process": (3456, 2600),
+    "run process": (3485, 2600),
     "sources generation journal environments agents": (13441, 8500),
     "inference": (1680, 900),
     "rewards": (972, 900),

@@ -44,7 +44,6 @@ from trainer.files.shared_memory import check_owner
 from trainer.generation.engine import Adapter, SharedMemory
 from trainer.generation.weight_shards import Shards
 from trainer.models.weight_deltas import WeightsDigest
-from trainer.models.weight_names import file_tensors, file_units
 from trainer.parallel.mesh import open_store
 from trainer.process import time_limits
 
@@ -428,14 +427,15 @@ def _outside_of_expandable_segments(size: int) -> Tensor:
 class Expected(NamedTuple):
     """What a tensor in the files of a model must be."""
 
-    identity: int
-    """Tied tensors have one."""
+    identity: int  # tied tensors have one
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def weights_of(model: nn.Module, dtype: torch.dtype) -> dict[str, Expected]:
     """Return the tensors in the files of a Hugging Face model that computes in `dtype`, by name."""
+    from trainer.models.weight_names import file_tensors, file_units  # late: it imports the model classes
+
     weights, found = model.state_dict(keep_vars=True), {}
     for unit in file_units(model, weights):
         for number, (name, tensor) in enumerate(file_tensors([unit], weights, dtype).items()):

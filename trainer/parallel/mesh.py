@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from trainer.config.engines import EngineSpec
 from trainer.import_utils import user_code
@@ -207,7 +206,7 @@ class Layout:
         works out how each operation is sharded, which takes most of the time of a rank's first step.
         """
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        assert grads and all(isinstance(grad, DTensor) for grad in grads), "the module is sharded"
+        assert grads and all(hasattr(grad, "to_local") for grad in grads), "the module is sharded"
         shards, mesh = [grad.to_local() for grad in grads], grads[0].device_mesh
         norms = torch.stack(torch._foreach_norm(shards))
         for dim in range(mesh.ndim):

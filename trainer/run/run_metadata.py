@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -140,7 +141,11 @@ def _starts(run_dir: str) -> Iterator[dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of all packages that are installed."""
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]  # setuptools' own copies of packages
-    packages = {one.name: one.version for one in importlib.metadata.distributions(path=path)}
+    packages = {}
+    for one in importlib.metadata.distributions(path=path):  # their `name` and `version` parse the whole text
+        text = one.read_text("METADATA") or one.read_text("PKG-INFO") or ""
+        fields = dict(re.findall("^(Name|Version): *(.*)", text.partition("\n\n")[0], re.MULTILINE))
+        packages |= {fields["Name"]: fields["Version"]} if len(fields) == 2 else {}
     packages.pop("trainer", None)  # an editable install keeps the number that it had when it was made
     ordered = sorted(packages.items(), key=lambda item: item[0].lower())
     return {"python": platform.python_version(), "trainer": __version__, **dict(ordered)}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import signal
+import sys
 import time
 
 import pytest
 
+from trainer.process import startup
 from trainer.process.signals import SIGNALS, Stopped
 from trainer.process.startup import importing, running_stage, stage
 
@@ -55,3 +58,26 @@ def test_imports_need_no_garbage_collection_and_leave_it_as_it_was():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_only_what_large_libraries_have_made_is_kept_from_collections(count, monkeypatch):
+    before, names = gc.get_freeze_count(), [f"module_{number}" for number in range(count)]
+    try:
+        with importing():
+            for name in names:
+                monkeypatch.setitem(sys.modules, name, sys)
+        assert (gc.get_freeze_count() > before) == (count == 1000)
+    finally:
+        gc.unfreeze()
+
+
+def test_the_distributions_of_packages_are_read_when_others_are_asked_for(monkeypatch):
+    read, reads = importlib.metadata.packages_distributions, []
+    monkeypatch.setattr(startup, "_read_distributions", lambda: reads.append(1) or read())
+    with importing():
+        found = importlib.metadata.packages_distributions()
+        assert found.get("torch") == ["torch"] and not reads
+        assert found.get("yaml") == ["PyYAML"] and found.get("no_such_package", []) == [] and reads
+        assert dict(found) == read()
+    assert importlib.metadata.packages_distributions() == read()
