@@ -295,7 +295,7 @@ class PlainRank:
 
 
 class PlainRanks:
-    """The ranks of a policy (see `trainer.generation.transport.PolicyRanks`)."""
+    """The ranks of a policy (see `trainer.learner.train_workers.TrainWorkers`)."""
 
     def __init__(self, policy: WorkerGroup):
         self.policy = policy

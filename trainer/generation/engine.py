@@ -106,7 +106,20 @@ class Pending:
     def add(self, part: Completion) -> bool:
         """Take what an engine has generated. Return whether that completes it. What is drawn later is independent."""
         request, count = self.request, len(part.token_ids)
-        whole = part if self._begun is None else _joined(self._begun, part)
+        whole = part
+        if (begun := self._begun) is not None:
+            spans: list[tuple[int, int]] = []
+            for one in (begun, part):
+                for version, size in one.version_spans or ((one.weight_versions[1], len(one.token_ids)),):
+                    same = spans.pop()[1] if spans and spans[-1][0] == version else 0
+                    spans.append((version, same + size))
+            whole = Completion(
+                np.concatenate([begun.token_ids, part.token_ids]),
+                np.concatenate([begun.logprobs, part.logprobs]),
+                part.finish_reason,
+                (begun.weight_versions[0], part.weight_versions[1]),
+                tuple(spans) if len(spans) > 1 else (),
+            )
         if part.finish_reason != CUT:
             self.completion.set_result(whole)
             return True
@@ -114,22 +127,6 @@ class Pending:
         tokens = np.concatenate([request.prompt_token_ids, part.token_ids])
         self.request, self._begun = Request(tokens, derive_seed(request.seed, count), sampling), whole
         return False
-
-
-def _joined(begun: Completion, rest: Completion) -> Completion:
-    """Return one completion of two parts. Its versions are those of both."""
-    parts: list[tuple[int, int]] = []
-    for one in (begun, rest):
-        for version, count in one.version_spans or ((one.weight_versions[1], len(one.token_ids)),):
-            same = parts.pop()[1] if parts and parts[-1][0] == version else 0
-            parts.append((version, same + count))
-    return Completion(
-        np.concatenate([begun.token_ids, rest.token_ids]),
-        np.concatenate([begun.logprobs, rest.logprobs]),
-        rest.finish_reason,
-        (begun.weight_versions[0], rest.weight_versions[1]),
-        tuple(parts) if len(parts) > 1 else (),
-    )
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,25 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from trainer.cluster.resources import gpus_per_engine
-from trainer.cluster.worker_groups import CallFutures
+from trainer.cluster.worker_groups import CallFutures, WorkerGroup
 from trainer.config import Config
 from trainer.config.tasks import POLICY_KEY
-from trainer.errors import RESTART_HINT, FailureSource, UserError, WorkerError, describe_error, set_failure_source
+from trainer.errors import (
+    RESTART_HINT,
+    FailureSource,
+    UserError,
+    WorkerError,
+    describe_error,
+    failure_source_of,
+    set_failure_source,
+)
 from trainer.generation.engine import Completion, Request, RunningRequests, build_engine
 from trainer.generation.engines import Engines
 from trainer.generation.event_loop import EventLoop, in_thread
@@ -25,13 +34,12 @@ from trainer.generation.lifecycle import GpuAssignment, GpuMemory, State, assign
 from trainer.generation.server_protocol import Job, describe_model
 from trainer.generation.transport import (
     ADAPTER,
+    TRANSPORTS,
+    AdapterTransport,
     Ends,
     FixedWeights,
-    PolicyRanks,
     Transport,
     choose_transport,
-    first_failure,
-    make_transport,
 )
 from trainer.models.files import check_one_reading, check_torchvision
 from trainer.process.model_server import TOKEN
@@ -43,6 +51,24 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 
+class _Receiving(CallFutures):
+    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it."""
+
+    def __init__(self, group: WorkerGroup):
+        super().__init__(group)
+        self.lost: dict[int, Exception] = {}
+
+    def poll(
+        self, timeout_s: float | None = None, check_health: bool = True
+    ) -> list[tuple[int, Any, Exception | None]]:
+        outcomes = super().poll(timeout_s, check_health)
+        failed = {
+            one: error for one, _, error in outcomes if isinstance(error, WorkerError) and error.cause == "server"
+        }
+        self.lost |= failed
+        return [outcome for outcome in outcomes if outcome[0] not in failed]
+
+
 class EnginePool:
     """Engines on `cluster` that divide the requests among them and follow the policy's weights.
 
@@ -51,7 +77,8 @@ class EnginePool:
     `trainer.generation.lifecycle`.
 
     Args:
-        ranks: those that train the policy, or fixed weights in their place.
+        ranks: those that train the policy (a `trainer.learner.train_workers.TrainWorkers`), or fixed weights in their
+            place.
         model_path: the initial weights of the engines, a local directory or Hub id.
         keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
             the weights allows that: engines that come back get these.
@@ -61,14 +88,14 @@ class EnginePool:
         self,
         cfg: Config,
         cluster: Cluster,
-        ranks: PolicyRanks | FixedWeights,
+        ranks: Any,
         model_path: str,
         keeps_weights: bool = False,
     ):
         self._cfg = cfg
         self._cluster = cluster
         self._fixed = ranks if isinstance(ranks, FixedWeights) else None
-        self._ranks = ranks = cast(PolicyRanks, ranks)
+        self._ranks = ranks
         self._model_path = model_path
         self._version = 0
         self._keeps_weights = keeps_weights = keeps_weights or cfg.rollout.fleet  # for engines that join at any time
@@ -91,13 +118,30 @@ class EnginePool:
         if self._memory.shared:  # what cannot work is refused before the engines load
             self._assign_gpus()
             self._way = self._choose_way(self._rank_placements)
-        assignment = self._assignment if self._memory.shared else None
+        assignment = (lambda engine: self._assignments[engine]) if self._memory.shared else None
         environment = spec.environment_on(self._device, cfg.trainer.deterministic)
         numbers = [(number,) for number in range(cfg.rollout.num_engines)]
         self._job: Job | None = None  # who uses inference servers
         if spec.served:
             self._job = Job.of_run(cfg.trainer.run_dir, describe_model(cfg.model, model_path, cfg.longest_sequence))
-        build = _engine_builder(cfg, model_path, self._device, self._job)
+        if spec.reads_index_first:
+            check_one_reading(model_path, POLICY_KEY)
+            check_torchvision(cfg.model, model_path)
+        build = functools.partial(
+            build_engine,
+            spec,
+            os.environ.get(TOKEN) if spec.served else None,
+            cfg.trainer.deterministic and spec.deterministic_torch,
+            model_path,
+            dtype=cfg.rollout.dtype,
+            seed=cfg.trainer.seed,
+            rollout=cfg.rollout_of_engines,
+            device=self._device,
+            trust_remote_code=cfg.model.trust_remote_code,
+            **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
+            **({"job": self._job} if spec.served else {}),
+            **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),
+        )
         group = cluster.launch_engines(build, numbers, environment, assignment)
         has_capacity = functools.partial(cluster.has_capacity, group)
         several = cfg.rollout.fleet or self._device == "cuda" and len(group) > 1
@@ -162,7 +206,12 @@ class EnginePool:
             self._start(version, is_initial)
 
     def _start(self, version: int, is_initial: bool) -> None:
-        held = self._holding(version)  # before the check, which takes their version away
+        held: set[int] = set()
+        if not (self._spec.served or self._memory.shared or self._keeps_weights):
+            # They keep the weights of this version while ranks start again, as a run has one state for each version.
+            # Else the weights may be elsewhere: in a server, in memory that engines share, or kept for other engines.
+            lifecycle = self._engines.lifecycle  # before the check, which takes their version away
+            held = {engine for engine in lifecycle.serving if lifecycle.version(engine) == version}
         if self._has_started or self._memory.shared:
             self._engines.check()
             if self._memory.shared:  # the ranks may have been started again on other GPUs
@@ -173,7 +222,10 @@ class EnginePool:
             if self._fixed is None:
                 self._way = self._choose_way([*self._ranks.policy.placements(), *self._engines.placements()])
         self._has_started = True
-        self._transport: Transport = self._fixed or make_transport(self._way, self._ends)
+        if self._fixed is not None:
+            self._transport: Transport = self._fixed
+        else:
+            self._transport = (AdapterTransport if self._way == ADAPTER else TRANSPORTS[self._way])(self._ends)
         self._transport.check()
         loaded = self._engines.lifecycle.loaded
         self._meet(loaded)
@@ -186,17 +238,6 @@ class EnginePool:
             self._has_initial_weights = starts_initial
         else:
             self._sync(version, "abort")
-
-    def _holding(self, version: int) -> set[int]:
-        """Return the engines that have got the weights of a version, and keep them while ranks start again.
-
-        A run has one state for each version: it goes back to that state, or behind it and syncs the version again. None
-        if the weights may be elsewhere: in a server, in memory that engines share, or kept for other engines.
-        """
-        if self._spec.served or self._memory.shared or self._keeps_weights:
-            return set()
-        lifecycle = self._engines.lifecycle
-        return {engine for engine in lifecycle.serving if lifecycle.version(engine) == version}
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -220,18 +261,6 @@ class EnginePool:
                 self._engines.finish_starts()
                 self._put_to_sleep()
 
-    async def _get_ready(self) -> None:
-        """Wake the engines."""
-        if self._memory.is_awake:
-            return
-        async with self._readying:
-            if not self._memory.is_awake:
-                await self.loop.on_main(self._make_ready)
-
-    def _make_ready(self) -> None:
-        with self._at_rest():
-            self._wake()
-
     def _sleep_after_failure(self) -> None:
         """Let the engines release the memory: ranks that start again need it. Not all engines can answer."""
         self._engines.end(self._engines.lifecycle.within(State.STARTING))
@@ -250,10 +279,8 @@ class EnginePool:
 
     def _offload_ranks(self, needed: int = 0) -> None:
         """Let the ranks leave the GPUs that engines share, and check that `needed` bytes are free."""
-        colocated = self._colocated_ranks(
-            [engine for engine, assignment in enumerate(self._assignments) if assignment is not None]
-        )
-        self._ranks.release_memory(needed, colocated)
+        assigned = [assignment for assignment in self._assignments if assignment is not None]
+        self._ranks.release_memory(needed, colocated_ranks(assigned, self._rank_placements))
 
     def _wait_for_engine(self) -> None:
         """Wait until an engine can get weights. While one starts on the GPU of a rank, the rank releases its memory."""
@@ -340,7 +367,15 @@ class EnginePool:
 
     async def complete_together(self, requests: Sequence[Request]) -> list[Completion]:
         """Return the completions of requests in their order, made in batches where that is the engines' `unit`."""
-        await self._get_ready()
+
+        def wake() -> None:
+            with self._at_rest():
+                self._wake()
+
+        if not self._memory.is_awake:
+            async with self._readying:
+                if not self._memory.is_awake:
+                    await self.loop.on_main(wake)
         return await self._engines.complete(requests)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -388,19 +423,46 @@ class EnginePool:
         self._has_synced, self._has_initial_weights = True, False
         self.synced_bytes = self._transport.synced_bytes
 
-    def _receive(self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> tuple[Any, Any]:
-        """Let engines take what the ranks send; return what both say of it (see `Engines.receive`).
+    def _receive(
+        self, receivers: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures
+    ) -> tuple[dict[int, Any], Any]:
+        """Let engines take what the ranks send meanwhile; return the digests of engines, by number, and of ranks.
+
+        An engine whose server does not take it from the engine is lost alone: the ranks have sent all to it.
 
         Raises:
             Exception: an engine or a rank failed. The others may wait for it without end: the engines are replaced.
         """
+        receiving = _Receiving(self._engines.group)
+        for engine in receivers:
+            receiving.begin(engine, "sync_weights", *arguments)
+        threads = ThreadPoolExecutor(2)
         try:
-            return self._engines.receive(receivers, arguments, sending)
+            with SIGNALS.waiting():  # the calls have time limits
+                begun = [threads.submit(lambda: dict(receiving.completed())), threads.submit(sending.result)]
+                for one in wait(begun, return_when=FIRST_EXCEPTION).done:
+                    one.result()
+            results, sent = (one.result() for one in begun)
+            for engine, error in receiving.lost.items():
+                self._engines.mark_failed([engine], error)
+            return results, next(filter(None, sent), None)
         except Exception as error:
-            failure = error if self._has_synced else first_failure(error, self._way)
+            failure: Exception = error
+            if not self._has_synced and not isinstance(error, (UserError, WorkerError)):
+                failure = WorkerError(  # most likely, the network is not set up
+                    f"rollout.weight_sync={self._way}: the first weights did not reach the engines "
+                    f"({describe_error(error)})",
+                    "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one "
+                    "node",
+                    "weights",
+                )
+                if (origin := failure_source_of(error)) is not None:
+                    set_failure_source(failure, origin)
             self._receivers = []
             self._engines.mark_failed(receivers, failure)
             raise failure from (error if failure is not error else None)
+        finally:
+            threads.shutdown(wait=False)
 
     def _proved(self, digests: Mapping[int, str | None], expected: str | None) -> list[int]:
         """Return the engines that have the weights of the ranks. The others are lost.
@@ -449,7 +511,10 @@ class EnginePool:
             leave_servers(self._cfg.rollout.urls, self._job)
 
     def _meet(self, receivers: list[int]) -> None:
-        colocated = self._colocated_ranks(receivers) if self._memory.shared else ()
+        colocated: tuple[int, ...] = ()
+        if self._memory.shared:
+            assigned = [assignment for engine in receivers if (assignment := self._assignments[engine]) is not None]
+            colocated = colocated_ranks(assigned, self._rank_placements)
         self._transport.meet(len(receivers) * max(1, self._gpus), colocated)
         self._receivers = self._processes(receivers)
 
@@ -486,15 +551,6 @@ class EnginePool:
         self._engines.end(engine for engine in self._engines.lifecycle.loaded if moved[engine])
         self._engines.unplaced = {engine for engine, assignment in enumerate(self._assignments) if assignment is None}
 
-    def _assignment(self, engine: int) -> GpuAssignment:
-        assignment = self._assignments[engine]
-        assert assignment is not None, f"engine {engine} has no GPUs"
-        return assignment
-
-    def _colocated_ranks(self, engines: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that share a GPU with one of these engines."""
-        return colocated_ranks([self._assignment(engine) for engine in engines], self._rank_placements)
-
     def _choose_way(self, placements: Sequence[Mapping[str, Any]]) -> str:
         """Choose how weights reach the engines (see `choose_transport`). `placements`: of all ranks and engines."""
         if self._cfg.syncs_adapter:
@@ -504,31 +560,3 @@ class EnginePool:
         if self._fleet is not None and rollout.weight_sync == "auto":  # engines join from anywhere, at any time
             rollout = replace(rollout, weight_sync="delta" if "delta" in self._spec.transports else "shared_memory")
         return choose_transport(rollout, same_node, self._device)
-
-
-def _engine_builder(cfg: Config, model_path: str, device: str, job: Job | None) -> Callable[..., Any]:
-    """Return what makes an engine in its process, from its number.
-
-    Args:
-        device: `cuda` or `cpu`, of the engines.
-        job: who uses inference servers; None: the engines are none.
-    """
-    spec = cfg.engine
-    if spec.reads_index_first:
-        check_one_reading(model_path, POLICY_KEY)
-        check_torchvision(cfg.model, model_path)
-    return functools.partial(
-        build_engine,
-        spec,
-        os.environ.get(TOKEN) if spec.served else None,
-        cfg.trainer.deterministic and spec.deterministic_torch,
-        model_path,
-        dtype=cfg.rollout.dtype,
-        seed=cfg.trainer.seed,
-        rollout=cfg.rollout_of_engines,
-        device=device,
-        trust_remote_code=cfg.model.trust_remote_code,
-        **({"lora_rank": cfg.trainer.policy.lora.rank} if cfg.syncs_adapter else {}),
-        **({"job": job} if job is not None else {}),
-        **({"repeats": True} if spec.served and cfg.trainer.deterministic else {}),
-    )

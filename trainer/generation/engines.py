@@ -30,7 +30,6 @@ from trainer.generation.engine import Completion, Pending, Request, by_length, b
 from trainer.generation.event_loop import Changes, EventLoop, in_thread
 from trainer.generation.fleet import Fleet
 from trainer.generation.lifecycle import GpuMemory, Lifecycle, State
-from trainer.generation.transport import Receiving, wait_for_all
 from trainer.process import time_limits
 from trainer.process.failures import INCIDENTS, Decision, Restarts, decide, describe
 from trainer.process.signals import CONTINUES, SIGNALS, Stopped
@@ -199,7 +198,13 @@ class Engines:
         serving = self.lifecycle.serving
         while self._waiting:
             piece = [number for number in self._waiting[0] if number in self._pending]
-            able = [engine for engine in serving if self._fits(engine, piece)]
+            able = [
+                engine
+                for engine in serving
+                if not (held := len(self._loads[engine].held))
+                or not self._is_batch
+                and held + len(piece) <= self._capacity
+            ]
             if piece and not able:
                 break
             self._waiting.popleft()
@@ -217,10 +222,6 @@ class Engines:
     @property
     def _most_of_prompt(self) -> int:
         return len(self._pending) if self._capacity == math.inf else int(self._capacity)
-
-    def _fits(self, engine: int, piece: Sequence[int]) -> bool:
-        held = len(self._loads[engine].held)
-        return held == 0 or not self._is_batch and held + len(piece) <= self._capacity
 
     async def _serve(self, engine: int) -> None:
         """Let an engine generate whenever it has something to do."""
@@ -240,7 +241,14 @@ class Engines:
                 requests = {number: self._pending[number].request for number in new}
                 completions = await in_thread(self._generate, engine, requests)
                 if any(np.isnan(completion.logprobs).any() for completion in completions.values()):
-                    raise self._nonsense(engine)
+                    name = f"{self.group.name} {engine}"
+                    nonsense = WorkerError(
+                        f"{name} has returned a token whose log-prob is NaN (its GPU is faulty, or rollout.dtype or "
+                        "rollout.engine_args do not suit the model)",
+                        RESTART_HINT,
+                    )
+                    set_failure_source(nonsense, FailureSource(name))
+                    raise nonsense  # its tokens do not come from the policy
             except Exception as error:
                 self.mark_failed([engine], error)
             else:
@@ -281,17 +289,6 @@ class Engines:
         self._waiting.extendleft([list(left)] if self._is_batch else by_prompt(left, self._most_of_prompt))
         load.held, load.new = [], []
         self._share_out()
-
-    def _nonsense(self, engine: int) -> WorkerError:
-        """Return the failure of an engine that has returned NaN: its tokens do not come from the policy."""
-        name = f"{self.group.name} {engine}"
-        error = WorkerError(
-            f"{name} has returned a token whose log-prob is NaN (its GPU is faulty, or rollout.dtype or "
-            "rollout.engine_args do not suit the model)",
-            RESTART_HINT,
-        )
-        set_failure_source(error, FailureSource(name))
-        return error
 
     def _interrupt_for_new(self, engine: int, began_at: float) -> None:
         """Let an engine return from a call, to get requests that join those which it generates."""
@@ -381,7 +378,8 @@ class Engines:
         if self._fleet is not None:
             self._fleet.update(self)
         now = time.monotonic()
-        for engine in [engine for engine, due in self._due.items() if due <= now and self._may_start(engine)]:
+        due = [engine for engine, due in self._due.items() if due <= now and engine not in self.unplaced]
+        for engine in due if self._memory.may_start else ():
             del self._due[engine]
             self.lifecycle.replace(engine)
             self.group.replace(engine)
@@ -417,9 +415,6 @@ class Engines:
         """Return whether no call of the engine runs."""
         return self._loads[engine].began_at is None
 
-    def _may_start(self, engine: int) -> bool:
-        return self._memory.may_start and engine not in self.unplaced
-
     def wait_for_capacity(self, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until an engine can get weights. The seconds count as the cost of the incidents.
 
@@ -448,22 +443,6 @@ class Engines:
         for engine in engines:
             calls.begin(engine, method, *args)
         return self._results(calls)
-
-    def receive(self, engines: Sequence[int], arguments: tuple[Any, ...], sending: CallFutures) -> tuple[dict, Any]:
-        """Let engines take what the ranks send meanwhile; return the digests of engines, by number, and of ranks.
-
-        An engine whose server does not take it from the engine is lost alone: the ranks have sent all to it.
-
-        Raises:
-            Exception: an engine or a rank failed. The others may wait for it without end.
-        """
-        receiving = Receiving(self.group)
-        for engine in engines:
-            receiving.begin(engine, "sync_weights", *arguments)
-        results, sent = wait_for_all(lambda: dict(receiving.completed()), sending.result)
-        for engine, error in receiving.lost.items():
-            self.mark_failed([engine], error)
-        return results, next(filter(None, sent), None)
 
     def placements(self) -> list[dict[str, Any]]:
         """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
@@ -503,7 +482,8 @@ class Engines:
             return
         step = INCIDENTS.step
         decision = Decision()
-        loss = _lost_node(error)
+        origin = failure_source_of(error)
+        loss = origin.node if origin is not None and isinstance(error, WorkerError) and error.cause == "node" else None
         successor = "starts"
         if self._may_wait(error, lost):
             decision = Decision(delay_s=time_limits.SERVER_RETRY_S)
@@ -512,13 +492,18 @@ class Engines:
             decision, self._restarts = decide(self._restarts, error, step, time.monotonic())
         self._lost_nodes.add((step, loss))
         if decision.refusal:
-            ending = _ending(error, decision)
-            raise ending from (error if ending is not error else None)
+            if decision.repeated:
+                raise NonRetryableError(f"{decision.refusal}: {error}") from error
+            if not isinstance(error, WorkerError) or error.cause == "cluster":
+                raise error
+            ending = WorkerError(error.message, RESTART_HINT, "restart_limit")
+            set_failure_source(ending, origin or FailureSource("engine"))
+            raise ending from error
         fact = error.message if isinstance(error, WorkerError) else describe_error(error)
         LOG.warning("%s; the other engines take its requests, and a new one %s", fact, successor)
         for engine in lost:
             self._due[engine] = time.monotonic() + decision.delay_s
-            if (origin := failure_source_of(error)) is not None and origin.name == f"{self.group.name} {engine}":
+            if origin is not None and origin.name == f"{self.group.name} {engine}":
                 self._lost[engine] = error, step, self._paused_s
 
     def _may_wait(self, error: Exception, lost: Sequence[int]) -> bool:
@@ -573,20 +558,3 @@ class Engines:
         if engine in self._lost:
             error, step, paused_s = self._lost.pop(engine)
             INCIDENTS.record(describe(error, step, action, self._paused_s - paused_s))
-
-
-def _lost_node(error: Exception) -> str | None:
-    """Return the address of the node with which an engine was lost."""
-    origin = failure_source_of(error)
-    return origin.node if origin is not None and isinstance(error, WorkerError) and error.cause == "node" else None
-
-
-def _ending(error: Exception, decision: Decision) -> Exception:
-    """Return the exception that ends the run."""
-    if decision.repeated:
-        return NonRetryableError(f"{decision.refusal}: {error}")
-    if not isinstance(error, WorkerError) or error.cause == "cluster":
-        return error
-    ending = WorkerError(error.message, RESTART_HINT, "restart_limit")
-    set_failure_source(ending, failure_source_of(error) or FailureSource("engine"))
-    return ending

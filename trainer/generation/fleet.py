@@ -50,11 +50,7 @@ class JoinedEngine(ServerEngine):
     def __init__(self, lease: Lease, token: str, **arguments: Any):
         check_proof(lease, token)
         rollout = replace(arguments.pop("rollout"), urls=[lease.address])
-        super().__init__("", rollout=rollout, index=0, **arguments)
-
-    @property
-    def _absence_s(self) -> float:
-        return time_limits.SERVER_WARNING_S
+        super().__init__("", rollout=rollout, index=0, absence_s=time_limits.SERVER_WARNING_S, **arguments)
 
     def abandon(self) -> None:
         """End the calls that wait for the engine, and its lease of this job. Any thread may call this."""
@@ -123,7 +119,19 @@ class Fleet:
         self._registry = Registry(self._root, token)
         architecture = protocol.describe_model(cfg.model, model_path, cfg.longest_sequence)
         self._kind, self._model = cfg.rollout.engine, digest(architecture)
-        self._registry.write_job({"engine": self._kind, "model": self._model, **_settings(cfg, model_path, device)})
+        self._registry.write_job(
+            {
+                "engine": self._kind,
+                "model": self._model,
+                "model_path": model_path,
+                "rollout": asdict(cfg.rollout_of_engines),
+                "device": device,
+                "seed": cfg.trainer.seed,
+                "deterministic": cfg.trainer.deterministic,
+                "trust_remote_code": cfg.model.trust_remote_code,
+                "longest": cfg.longest_sequence,
+            }
+        )
         self._job = Job.of_run(cfg.trainer.run_dir, architecture)
         repeats = {"repeats": True} if cfg.trainer.deterministic else {}
         self._arguments = {"token": token, "rollout": cfg.rollout_of_engines, "job": self._job, **repeats}
@@ -144,18 +152,18 @@ class Fleet:
                 leases = self._registry.leases(time.monotonic())
             except OSError as error:
                 self._registry.warn("", f"the registry of engines cannot be read ({describe_error(error)})")
-            else:
-                self._present = {name: lease for name, lease in leases.items() if self._suits(lease)}
-
-    def _suits(self, lease: Lease) -> bool:
-        problem = None
-        if lease.kind != self._kind:
-            problem = f"is rollout.engine={lease.kind}, and this job has {self._kind}"
-        elif lease.model != self._model:
-            problem = "has another model than this job"
-        if problem is not None:
-            self._registry.warn(lease.id, f"the engine at {lease.address} {problem}; it gets nothing")
-        return problem is None
+                continue
+            present: dict[str, Lease] = {}
+            for name, lease in leases.items():
+                if lease.kind != self._kind:
+                    problem = f"is rollout.engine={lease.kind}, and this job has {self._kind}"
+                elif lease.model != self._model:
+                    problem = "has another model than this job"
+                else:
+                    present[name] = lease
+                    continue
+                self._registry.warn(lease.id, f"the engine at {lease.address} {problem}; it gets nothing")
+            self._present = present
 
     def update(self, engines: Engines) -> None:
         """Add the engines that have joined, and end those that have left."""
@@ -230,16 +238,3 @@ class Fleet:
         self._ended.set()
         proved = [lease.address for lease in self._members.values() if lease.id in self._serving]
         leave_servers(proved, self._job)  # the others must not get the token
-
-
-def _settings(cfg: Config, model_path: str, device: str) -> dict[str, Any]:
-    """Return what an engine that joins is built from, as JSON-able values."""
-    return {
-        "model_path": model_path,
-        "rollout": asdict(cfg.rollout_of_engines),
-        "device": device,
-        "seed": cfg.trainer.seed,
-        "deterministic": cfg.trainer.deterministic,
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "longest": cfg.longest_sequence,
-    }

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from trainer.checkpoint.storage import Storage, open_storage
 from trainer.config import Config
@@ -27,18 +27,9 @@ from trainer.process.model_server import TOKEN, read_token
 
 LOG = logging.getLogger(__name__)
 
-_FOLDER, _JOB, _ENGINE = ".engines", "job.json", "engine-"
+_FOLDER, _JOB = ".engines", "job.json"
 _LEASE = re.compile(r"engine-\w+\.json")  # no file that is being written
 _LARGEST = 1 << 20  # bytes of a file
-_SHAPE: dict[Any, Any] = {
-    "id": str,
-    "address": str,
-    "kind": str,
-    "model": str,
-    "version": int,
-    "capacity": int,
-    "time": float,
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +50,9 @@ class Lease:
     """Sequences that it generates at the same time."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970 on the clock of the engine's machine. Only whether it changes counts."""
+
+
+_SHAPE: dict[Any, Any] = get_type_hints(Lease)
 
 
 def fleet_token() -> str:
@@ -118,7 +112,7 @@ class Registry:
             FileNotFoundError: no job takes engines here, or it has ended.
             UserError: the file is not of a job with this token.
         """
-        return self._read(_JOB)
+        return self._checked(_JOB, self._content(_JOB))
 
     def write(self, lease: Lease) -> None:
         """Write or renew the lease of an engine."""
@@ -170,9 +164,6 @@ class Registry:
         signed = {"signed": text, "signature": sign(self._token, name, text)}
         self._storage.put(f"{_FOLDER}/{name}", json.dumps(signed).encode())
 
-    def _read(self, name: str) -> dict[str, Any]:
-        return self._checked(name, self._content(name))
-
     def _content(self, name: str) -> bytes:
         if self._storage.size(f"{_FOLDER}/{name}") > _LARGEST:
             raise self._refusal(name, "is too large")
@@ -195,4 +186,4 @@ class Registry:
 
 
 def _name(engine: str) -> str:
-    return f"{_ENGINE}{engine}.json"
+    return f"engine-{engine}.json"

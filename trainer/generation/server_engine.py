@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -48,18 +49,27 @@ class ServerEngine:
     Args:
         rollout: `urls[index]` is the server.
         job: who uses the server.
+        absence_s: longest wait of the constructor for the server; None: `SERVER_ABSENCE_S`.
         repeats: the job has `trainer.deterministic`, and wants a server whose completions repeat to the last bit.
 
     Raises:
         UserError: the server refuses this job.
-        WorkerError: the server has not answered within `SERVER_ABSENCE_S` (cause `server_absent`).
+        WorkerError: the server has not answered in time (cause `server_absent`).
     """
 
     named = "rollout.urls: {}"
     """What messages call a server, by its address."""
 
     def __init__(
-        self, model_path: str, *, rollout: RolloutConfig, index: int, job: Job, repeats: bool = False, **_: Any
+        self,
+        model_path: str,
+        *,
+        rollout: RolloutConfig,
+        index: int,
+        job: Job,
+        repeats: bool = False,
+        absence_s: float | None = None,
+        **_: Any,
     ):
         self.url = rollout.urls[index].rstrip("/")
         self._name = self.named.format(self.url)
@@ -77,24 +87,16 @@ class ServerEngine:
         self._version = -1  # of the weights that the server has, or gets now
         self._batches = 0  # number of the last batch before the last abort
         self._pending: set[int] = set()
-        self._sending = threading.Condition()  # only one batch, or new weights, are sent at a time
-        self._unsent: set[object] = set()  # batches that have begun and that the server has not yet
         self._results: queue.Queue[tuple[int, dict[int, Completion] | Exception]] = queue.Queue()
         self._interrupted = threading.Event()
         self._error: Exception | None = None
-        self._shared: SharedDirectory | None = None
         self._reaches_ranks = True
         tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
         self._claim = {"job": asdict(self._job), "needs": {"tokens": tokens, "repeats": repeats}}
-        self._lease = self._wait_for_lease(self._absence_s)
+        self._lease = self._wait_for_lease(time_limits.SERVER_ABSENCE_S if absence_s is None else absence_s)
         self._headers = {protocol.OWNER: self._job.owner, protocol.START: self._lease["start"]}
         self._ended = threading.Event()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
-
-    @property
-    def _absence_s(self) -> float:
-        """Longest wait of the constructor for the server."""
-        return time_limits.SERVER_ABSENCE_S
 
     def _wait_for_lease(self, timeout_s: float) -> dict[str, Any]:
         deadline, warned = time.monotonic() + timeout_s, time.monotonic() + time_limits.SERVER_WARNING_S
@@ -142,13 +144,16 @@ class ServerEngine:
         return completions
 
     def _begin(self, requests: Mapping[int, Request]) -> None:
-        """Let a thread send requests, and read their completions."""
+        """Send requests before any new weights, and let a thread read their completions."""
         ordered = dict(sorted(requests.items()))  # the order of their stream, as an engine of the job has it
         self._pending |= ordered.keys()
-        batch = object()
-        with self._sending:
-            self._unsent.add(batch)
-        arguments = (batch, self._batches, ordered, self._version)
+        lines, number = self._send(ordered, self._version), self._batches
+        try:
+            next(lines)
+        except Exception as error:
+            self._results.put((number, error))
+            return
+        arguments = (lines, number, ordered, self._version)
         threading.Thread(target=self._read_batch, args=arguments, name="batch", daemon=True).start()
 
     def interrupt(self) -> None:
@@ -171,11 +176,11 @@ class ServerEngine:
         self._pending -= result.keys()
         return result
 
-    def _read_batch(self, batch: object, number: int, requests: Mapping[int, Request], oldest: int) -> None:
-        """Send a batch, and queue its completions, or why they do not come. `oldest`: version of the weights now."""
+    def _read_batch(self, lines: Iterator[bytes], number: int, requests: Mapping[int, Request], oldest: int) -> None:
+        """Queue the completions of a batch, or why they do not come. `oldest`: version of the weights then."""
         missing = dict(requests)
         try:
-            for line in self._send(batch, number, requests, oldest):
+            for line in lines:
                 if number != self._batches:
                     return
                 if not line:
@@ -195,28 +200,15 @@ class ServerEngine:
         except Exception as error:
             self._results.put((number, error))
 
-    def _send(self, batch: object, number: int, requests: Mapping[int, Request], oldest: int) -> Iterator[bytes]:
-        """Send a batch unless it has been aborted, and yield the lines of the answer.
-
-        New weights wait until the server has the batch, and the batch waits until the server has the new weights.
-        """
-        try:
-            body = protocol.encode_requests(requests)
-            if len(body) > protocol.LARGEST_BODY:
-                most = f"{protocol.LARGEST_BODY >> 30} GiB"
-                raise UserError(f"{self._name} takes {most} of requests at a time; use shorter prompts or more servers")
-            tokens = sum(request.sampling.max_tokens for request in requests.values())
-            headers = {**self._headers, protocol.VERSION: f"{oldest}{self._later}"}
-            lines = self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens, headers)
-            with self._sending:
-                if number != self._batches:
-                    return
-                next(lines)
-        finally:
-            with self._sending:
-                self._unsent.discard(batch)
-                self._sending.notify_all()
-        yield from lines
+    def _send(self, requests: Mapping[int, Request], oldest: int) -> Iterator[bytes]:
+        """Yield an empty line once the server has a batch, then the lines of the answer."""
+        body = protocol.encode_requests(requests)
+        if len(body) > protocol.LARGEST_BODY:
+            most = f"{protocol.LARGEST_BODY >> 30} GiB"
+            raise UserError(f"{self._name} takes {most} of requests at a time; use shorter prompts or more servers")
+        tokens = sum(request.sampling.max_tokens for request in requests.values())
+        headers = {**self._headers, protocol.VERSION: f"{oldest}{self._later}"}
+        return self._stream(protocol.GENERATE, body, _LARGEST_ANSWER + _TOKEN_BYTES * tokens, headers)
 
     def sync_weights(
         self, source: SharedMemory | Shards | Broadcast, version: int, running: RunningRequests = "abort"
@@ -226,73 +218,29 @@ class ServerEngine:
             self._batches += 1
             self._pending.clear()
         self._version = version
-        try:
+        ask = functools.partial(self._ask_to_load, version=version, running=running)
+        with contextlib.ExitStack() as stack:
+            path = getattr(source, "path", None)
             if hasattr(source, "offers"):  # importing the class imports torch
-                return self._pass_on_shards(source, version, running)
-            return self._pass_on(getattr(source, "path", None) or self._receive_broadcast(source), version, running)
-        finally:
-            self._close_shared()
-
-    def _pass_on_shards(self, source: Shards, version: int, running: RunningRequests) -> str | None:
-        """Let the server fetch what has changed from the ranks. If it cannot reach them, send it whole files."""
-        if self._reaches_ranks:
+                if self._reaches_ranks:  # the server fetches what has changed
+                    try:
+                        return ask(path=None, shards=asdict(source))
+                    except _AbsentError as error:
+                        self._reaches_ranks = False
+                        show(f"WARNING: {self._name} {error}; this job sends it all weights in each sync", error=True)
+                try:
+                    path = stack.enter_context(source.opened())
+                except WorkerError as error:
+                    raise self._lost(error.message) from error
+            elif path is None:
+                path = self._receive_broadcast(source, stack)
             try:
-                return self._ask_to_load({"path": None, "shards": asdict(source)}, version, running)
-            except _AbsentError as error:
-                self._reaches_ranks = False
-                show(f"WARNING: {self._name} {error}; this job sends it all weights in each sync", error=True)
-        try:
-            with source.opened() as path:
-                return self._pass_on(path, version, running)
-        except WorkerError as error:
-            raise self._lost(error.message) from error
+                return ask(path=path, files=protocol.fingerprint(path))
+            except _AbsentError:  # the server is on another machine
+                return ask(path=None, files=self._upload(path))
 
-    def _pass_on(self, path: str, version: int, running: RunningRequests) -> str | None:
-        """Let the server load the weights in the directory `path`; return their digest."""
-        try:
-            return self._ask_to_load({"path": path, "files": protocol.fingerprint(path)}, version, running)
-        except _AbsentError:  # the server is on another machine
-            return self._ask_to_load({"path": None, "files": self._upload(path)}, version, running)
-
-    def _ask_to_load(self, what: Mapping[str, Any], version: int, running: RunningRequests) -> str | None:
-        """Let the server load weights, once it has the requests that were before them; return their digest."""
-        with self._sending:
-            if not self._sending.wait_for(lambda: not self._unsent, _ATTEMPTS * time_limits.SERVER_SILENCE_S):
-                raise self._lost("it does not take the requests that the new weights wait for")
-            return self._update({**what, "version": version, "running": running})
-
-    def _receive_broadcast(self, source: Any) -> str:
-        """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""
-        from safetensors.torch import save_file
-
-        with self._writing():
-            self._shared = SharedDirectory(choose_directory(source.total_bytes))
-        for count, (name, tensor) in enumerate(source.receive()):
-            with self._writing():
-                save_file({name: tensor}, os.path.join(self._shared.path, f"{count}.safetensors"), {"format": "pt"})
-        return self._shared.path
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn what fails while weights are written into one sentence."""
-        from safetensors import SafetensorError
-
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            directory = tempfile.gettempdir() if self._shared is None else self._shared.path
-            reason = error.strerror if isinstance(error, OSError) else one_line(str(error))
-            raise UserError(
-                f"rollout.urls: the weights for {self.url} cannot be written to {directory} ({reason}); make space "
-                "there, or set the environment variable TMPDIR to a larger directory"
-            ) from error
-
-    def _close_shared(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
-
-    def _update(self, message: Mapping[str, Any]) -> str | None:
+    def _ask_to_load(self, **message: Any) -> str | None:
+        """Let the server load weights; return their digest."""
         answer = b""
         for line in self._stream(protocol.WEIGHTS, json.dumps(message).encode()):
             answer = line or answer
@@ -304,6 +252,31 @@ class ServerEngine:
             raise self._error_of(result)
         digest = result.get("digest")
         return None if digest is None else str(digest)
+
+    def _receive_broadcast(self, source: Broadcast, stack: contextlib.ExitStack) -> str:
+        """Write what the ranks send to memory of this machine, one file a tensor; return the directory."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        directory = tempfile.gettempdir()
+
+        def written(write: Callable[..., Any], *arguments: Any) -> Any:
+            try:
+                return write(*arguments)
+            except (OSError, SafetensorError) as error:
+                reason = error.strerror if isinstance(error, OSError) else one_line(str(error))
+                raise UserError(
+                    f"rollout.urls: the weights for {self.url} cannot be written to {directory} ({reason}); make space "
+                    "there, or set the environment variable TMPDIR to a larger directory"
+                ) from error
+
+        shared = written(lambda: SharedDirectory(choose_directory(source.total_bytes)))
+        stack.callback(shared.close)
+        directory = shared.path
+        for count, (name, tensor) in enumerate(source.receive()):
+            file = os.path.join(directory, f"{count}.safetensors")
+            written(save_file, {name: tensor}, file, {"format": "pt"})
+        return directory
 
     def _upload(self, directory: str) -> dict[str, int]:
         """Send the weights in `directory`, and return the size of each file."""

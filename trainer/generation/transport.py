@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from trainer.cluster.worker_groups import CallFutures, WorkerGroup
+from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
 from trainer.config.engines import ENGINES, find_engine
-from trainer.errors import UserError, WorkerError, describe_error, failure_source_of, set_failure_source
+from trainer.errors import UserError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.generation.weight_shards import ShardKeeper, Shards
 from trainer.generation.weight_sync import Adapter, Broadcast, Ipc, SharedMemory, WeightSource
 from trainer.models.files import weight_files
 from trainer.models.weight_deltas import WeightsDigest, digest_of
 from trainer.process import time_limits
-from trainer.process.signals import SIGNALS
 
 if TYPE_CHECKING:
     from trainer.cluster.worker_groups import Cluster
@@ -31,52 +29,14 @@ BUCKET_BYTES = 256 * 2**20
 _PREFIX = ".weights-"
 
 
-class PolicyRanks(Protocol):
-    """The ranks of the policy, as far as engines need them (see `trainer.learner.train_workers.TrainWorkers`)."""
-
-    @property
-    def policy(self) -> WorkerGroup: ...
-
-    def call(self, role: str, method: str, *args: Any) -> Any: ...
-
-    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
-
-    def start(self, role: str, method: str, *args: Any) -> CallFutures: ...
-
-    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None: ...
-
-    def check_shared(self, dtype: str) -> None: ...
-
-    def share_weights(self, dtype: str) -> tuple[str, int]: ...
-
-    def drop_shared(self) -> None: ...
-
-
-class Receiving(CallFutures):
-    """Calls of engines that take weights. An engine that its server fails is set aside: no other depends on it."""
-
-    def __init__(self, group: WorkerGroup):
-        super().__init__(group)
-        self.lost: dict[int, Exception] = {}
-
-    def poll(
-        self, timeout_s: float | None = None, check_health: bool = True
-    ) -> list[tuple[int, Any, Exception | None]]:
-        outcomes = super().poll(timeout_s, check_health)
-        failed = {
-            one: error for one, _, error in outcomes if isinstance(error, WorkerError) and error.cause == "server"
-        }
-        self.lost |= failed
-        return [outcome for outcome in outcomes if outcome[0] not in failed]
-
-
 @dataclass(frozen=True)
 class Ends:
     """Both ends of a transport: the ranks of the policy, and the engines of a pool."""
 
     cfg: Config
     cluster: Cluster
-    ranks: PolicyRanks
+    ranks: Any
+    """A `trainer.learner.train_workers.TrainWorkers`."""
     model_path: str
     device: str
     """Of the engines."""
@@ -84,18 +44,6 @@ class Ends:
     """Engines may need the weights of the last sync again after the ranks have changed theirs."""
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     """A secret that both ends know."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where ranks and engines are."""
-
-    same_node: bool
-    """All of them are on one node."""
-    on_gpus: bool
-    """The engines are on GPUs."""
-    colocated: bool
-    """`rollout.colocate`."""
 
 
 class Transport:
@@ -107,16 +55,6 @@ class Transport:
     """What engines can load again without the ranks, until the next `offer`. None: nothing was kept."""
     digest: str | None = None
     """Of the last weights, as the ranks have sent them. None: no rank has seen them all."""
-
-    @staticmethod
-    def suits(place: Place) -> bool:
-        """Return whether `rollout.weight_sync=auto` takes it at a place."""
-        return True
-
-    @staticmethod
-    def problem(place: Place) -> str | None:
-        """Return why it cannot work at a place, and what to choose instead; None: it can."""
-        return None
 
     def __init__(self, ends: Ends):
         self.ends = ends
@@ -154,14 +92,6 @@ class SharedMemoryTransport(Transport):
     """
 
     is_checked = True
-
-    @staticmethod
-    def suits(place: Place) -> bool:
-        return place.same_node
-
-    @staticmethod
-    def problem(place: Place) -> str | None:
-        return None if place.same_node else "ranks and engines are on several nodes; choose auto or broadcast"
 
     def check(self) -> None:
         self.ends.ranks.check_shared(self._dtype)
@@ -205,16 +135,6 @@ class BroadcastTransport(StreamedTransport):
     Between GPUs, NCCL is much faster than host memory, but it cannot join two processes on one GPU.
     """
 
-    @staticmethod
-    def suits(place: Place) -> bool:
-        return not place.same_node or place.on_gpus and not place.colocated
-
-    @staticmethod
-    def problem(place: Place) -> str | None:
-        if not place.colocated:
-            return None
-        return "NCCL cannot join a rank and an engine on one GPU; use one node, or choose rollout.colocate=false"
-
     def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
         address = self.ends.cluster.rendezvous_address(self.ends.ranks.policy)
         self.transfer = Broadcast(address, receivers=receivers, total_bytes=self.synced_bytes, **self._settings)
@@ -225,10 +145,6 @@ class DeltaTransport(Transport):
 
     The ranks serve them until the next sync, whatever they do meanwhile.
     """
-
-    @staticmethod
-    def suits(place: Place) -> bool:
-        return not place.same_node and not place.on_gpus
 
     def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
         hosts = tuple(placement["host"] for placement in self.ends.ranks.policy.placements())
@@ -246,17 +162,6 @@ class DeltaTransport(Transport):
 
 class IpcTransport(StreamedTransport):
     """Each rank sends to the engine on its GPU."""
-
-    @staticmethod
-    def suits(place: Place) -> bool:
-        return place.on_gpus and place.colocated
-
-    @staticmethod
-    def problem(place: Place) -> str | None:
-        if place.on_gpus and place.colocated:
-            return None
-        own = "weights go from rank to engine within one GPU, and they share none"
-        return f"{own}; choose auto, or rollout.colocate=true on GPUs"
 
     def meet(self, receivers: int, colocated: tuple[int, ...]) -> None:
         self.transfer = Ipc(secrets.token_hex(16), colocated, **self._settings)
@@ -356,11 +261,6 @@ ADAPTER = "adapter"
 """The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
 
 
-def make_transport(way: str, ends: Ends) -> Transport:
-    """Return a new transport."""
-    return AdapterTransport(ends) if way == ADAPTER else TRANSPORTS[way](ends)
-
-
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:
     """Return how weights reach the engines: a key of `TRANSPORTS`.
 
@@ -371,12 +271,26 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
     Raises:
         UserError: what `rollout.weight_sync` asks for cannot work for this engine or placement.
     """
-    taken, place = find_engine(rollout.engine).transports, Place(same_node, device == "cuda", rollout.colocate)
-    way = rollout.weight_sync
+    taken, way = find_engine(rollout.engine).transports, rollout.weight_sync
+    on_gpus, colocated = device == "cuda", rollout.colocate
+    suits = {  # `auto`
+        "ipc": on_gpus and colocated,
+        "delta": not same_node and not on_gpus,
+        "broadcast": not same_node or on_gpus and not colocated,
+        "shared_memory": same_node,
+    }
     if way == "auto":
-        suited = [name for name, transport in TRANSPORTS.items() if transport.suits(place)]
+        suited = [name for name in TRANSPORTS if suits.get(name, True)]
         way = next((name for name in suited if name in taken), suited[-1])
-    if (problem := TRANSPORTS[way].problem(place)) is not None:
+    problem = None
+    if way == "shared_memory" and not same_node:
+        problem = "ranks and engines are on several nodes; choose auto or broadcast"
+    elif way == "broadcast" and colocated:
+        problem = "NCCL cannot join a rank and an engine on one GPU; use one node, or choose rollout.colocate=false"
+    elif way == "ipc" and not suits["ipc"]:
+        own = "weights go from rank to engine within one GPU, and they share none"
+        problem = f"{own}; choose auto, or rollout.colocate=true on GPUs"
+    if problem is not None:
         raise UserError(f"rollout.weight_sync={way}: {problem}")
     if way not in taken:
         able = " or ".join(engine for engine, spec in ENGINES.items() if way in spec.transports)
@@ -385,31 +299,3 @@ def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu
             f"only; use one node, or choose rollout={able}"
         )
     return way
-
-
-def first_failure(error: Exception, way: str) -> Exception:
-    """Return what to raise if the first weights cannot be sent: most likely, the network is not set up."""
-    if isinstance(error, (UserError, WorkerError)):
-        return error
-    failure = WorkerError(
-        f"rollout.weight_sync={way}: the first weights did not reach the engines ({describe_error(error)})",
-        "set NCCL_DEBUG=INFO to see what NCCL does, or choose rollout.weight_sync=shared_memory on one node",
-        "weights",
-    )
-    if (origin := failure_source_of(error)) is not None:
-        set_failure_source(failure, origin)
-    return failure
-
-
-def wait_for_all(*waits: Callable[[], Any]) -> list[Any]:
-    """Wait for all, or for the first that raises, and raise that. Return their results."""
-    threads = ThreadPoolExecutor(len(waits))
-    try:
-        with SIGNALS.waiting():  # the calls have time limits
-            begun = [threads.submit(one) for one in waits]
-            done, _ = wait(begun, return_when=FIRST_EXCEPTION)
-        for one in done:
-            one.result()
-        return [one.result() for one in begun]
-    finally:
-        threads.shutdown(wait=False)

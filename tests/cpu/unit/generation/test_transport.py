@@ -82,7 +82,7 @@ class CountingTransport(SharedMemoryTransport):
 
 
 def test_a_new_way_is_one_entry_of_the_table(start, monkeypatch):
-    monkeypatch.setattr("trainer.generation.transport.TRANSPORTS", {"counting": CountingTransport})
+    monkeypatch.setitem(TRANSPORTS, "counting", CountingTransport)
     monkeypatch.setitem(ENGINES, "plain", dataclasses.replace(plain_engine.SPEC, transports=("counting",)))
     pool, ranks = start(num_engines=2)
     pool.start(version=1, is_initial=True)

@@ -271,10 +271,10 @@ def test_runs_ask_for_their_weights(weights):
             one.sync_weights(weights, 7)
             running.gateway.version = 8
             if in_flight:
-                assert len(list(one._send(object(), one._batches, {0: REQUESTS[0]}, 7))) > 1
+                assert len(list(one._send({0: REQUESTS[0]}, 7))) > 1
             else:
                 with pytest.raises(WorkerError, match="this batch asks for 7"):
-                    list(one._send(object(), one._batches, {0: REQUESTS[0]}, 7))
+                    list(one._send({0: REQUESTS[0]}, 7))
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
