@@ -15,7 +15,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
@@ -42,7 +41,7 @@ BUILD = "<build>"
 """The method of a worker's first call, which no object has. Its argument is the pickle of `(factory, args)`."""
 
 
-class ForkServer:
+class ForkServer(contextlib.AbstractContextManager):
     """A process that forks workers, in its own session: a new interpreter or a fork of this process. A context manager.
 
     Signals to the process group of the driver, such as Ctrl-C, do not reach the fork server and the workers.
@@ -57,7 +56,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str] = (), env: Mapping[str, str] | None = None, forks_this: bool = False):
         self._lock = threading.Lock()  # a thread may replace an engine while another one starts ranks
-        self._connection, remote = _pair()
+        self._connection, remote = Pipe()
         with remote:
             if forks_this:
                 self._process = self._fork(remote, preload)
@@ -86,7 +85,14 @@ class ForkServer:
                 return psutil.Process(child)
             try:
                 os.setsid()
-                _forget_driver(remote.fileno())
+                _name_process("fork server")
+                # Give up the files, the log and the handlers of the process that this one is a fork of.
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.closerange(3, remote.fileno())
+                os.closerange(remote.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+                for name in ("", "trainer"):
+                    logging.getLogger(name or None).handlers.clear()
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 run_fork_server(remote.fileno(), preload)
             finally:
                 os._exit(1)
@@ -97,7 +103,7 @@ class ForkServer:
         `ps -o comm` shows `title`. `env` is added to the variables of this process. `placement`, with address and id
         of the node and the GPU ids, is what heartbeats tell.
         """
-        connection, remote = _pair()
+        connection, remote = Pipe()
         with remote, contextlib.suppress(OSError):  # if the fork server has died, the connection closes
             with self._lock:
                 send_handle(self._connection, remote.fileno(), self._process.pid)
@@ -127,9 +133,6 @@ class ForkServer:
     def kill(self) -> None:
         end_tree(self._process)
 
-    def __enter__(self) -> ForkServer:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -148,17 +151,6 @@ def end_tree(process: psutil.Process) -> None:
 def _name_process(title: str) -> None:
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(title)
-
-
-def _forget_driver(descriptor: int) -> None:
-    """Give up the files, the log and the handlers of the process that this one is a fork of, but for `descriptor`."""
-    _name_process("fork server")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.closerange(3, descriptor)
-    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-    for name in ("", "trainer"):
-        logging.getLogger(name or None).handlers.clear()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def run_fork_server(descriptor: int, preload: Sequence[str]) -> NoReturn:
@@ -265,7 +257,13 @@ class _Host:
             try:
                 method, args, kwargs = pickle.loads(payload)
                 if method == BUILD:
-                    result = self._build(*args)
+                    result = None
+                    try:
+                        with importing():
+                            factory, own = pickle.loads(*args)
+                        self._object.set_result(factory(*own))
+                    except BaseException as error:
+                        self._object.set_exception(error)
                 elif channel == "heartbeat":
                     result = {"pid": os.getpid(), "is_built": self._object.done(), **self._placement}
                 else:
@@ -275,14 +273,6 @@ class _Host:
                 answer, has_failed = pack_error(error), True
             with self._send_lock:
                 self._driver.send((number, has_failed, answer))
-
-    def _build(self, message: bytes) -> None:
-        try:
-            with importing():
-                factory, args = pickle.loads(message)
-            self._object.set_result(factory(*args))
-        except BaseException as error:
-            self._object.set_exception(error)
 
 
 def pack_error(error: BaseException) -> bytes:
@@ -294,8 +284,3 @@ def pack_error(error: BaseException) -> bytes:
         return packed
     except Exception:
         return pickle.dumps((RuntimeError(describe_error(error)), trace))
-
-
-def _pair() -> tuple[Connection, Connection]:
-    left, right = socket.socketpair()
-    return Connection(left.detach()), Connection(right.detach())

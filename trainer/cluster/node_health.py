@@ -80,8 +80,7 @@ class NodeHealth:
         while not self._end.is_set():
             records, began = self._records, time.monotonic()
             await asyncio.gather(*(self._connect(node, record) for node, record in records.items()))
-            for node, record in records.items():
-                self._judge(node, record)
+            for record in records.values():
                 record.judged_at = began
             await asyncio.sleep(time_limits.NODE_CHECK_INTERVAL_S)
 
@@ -97,8 +96,6 @@ class NodeHealth:
         else:
             record.answered_at, record.refusals = time.monotonic(), 0
             writer.close()
-
-    def _judge(self, node: Node, record: _Record) -> None:
         age_s = time.monotonic() - record.answered_at
         if record.refusals < _MAX_REFUSALS and age_s <= self._limit_s:
             self._failed.pop(node, None)

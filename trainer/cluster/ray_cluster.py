@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,12 +19,12 @@ from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RayError
 from ray.job_config import JobConfig
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import trainer
-from trainer.cluster import placement
 from trainer.cluster.actors import launch_actors
-from trainer.cluster.node_health import NodeHealth
+from trainer.cluster.node_health import Node, NodeHealth
 from trainer.cluster.ray_head import CPU_OBJECT_STORE_BYTES, RayHead
 from trainer.cluster.resources import (
     FindGpus,
@@ -48,6 +48,7 @@ from trainer.process.watchdog import ends_within
 LOG = logging.getLogger(__name__)
 
 _DRAINED = "trainer.excluded_nodes contains it"
+NODE_ID = "ray.io/node-id"  # the node label that contains the id of the node
 RAY_LOGS = "ray_logs"  # directory below the run directory with Ray's logs of a job that failed
 
 
@@ -91,7 +92,7 @@ class RayCluster(Cluster):
             if self._head is None:
                 self._own_node = ray.get_runtime_context().get_node_id()
                 self._node_health = NodeHealth(time_limits.NODE_ANSWER_S)
-                self._node_health.watch(placement.alive_nodes())
+                self._node_health.watch(alive_nodes())
             self._check_resources()
         except BaseException as error:
             self.__exit__(type(error))
@@ -173,7 +174,7 @@ class RayCluster(Cluster):
         entry = next(entry for entry in self._groups if entry[0] is group)
         self._groups.remove(entry)
         group.kill()
-        placement.remove(entry[1])
+        remove_groups(entry[1])
 
     def count_ranks(self) -> int:
         """Return how many ranks to start: `trainer.num_workers`, or fewer if the cluster has too little capacity.
@@ -198,15 +199,15 @@ class RayCluster(Cluster):
             while True:
                 self._timeouts.check_cluster()
                 excluded = self._excluded_nodes()
-                label = placement.exclude_nodes(excluded)
+                label = exclude_nodes(excluded)
                 if asked is not None and asked[1] != label:
                     demand.close()
                     asked = None
                 with SIGNALS.deferred():
                     free = [free for node, free in available_resources_per_node().items() if node not in excluded]
-                unplaced = self.cfg.num_engines if engines is None else placement.count_pending(engines)
+                unplaced = self.cfg.num_engines if engines is None else count_pending(engines)
                 count = max_world_size(self.cfg, self.device, free, unplaced)
-                if asked is not None and not placement.count_pending([asked[0]]):
+                if asked is not None and not count_pending([asked[0]]):
                     count = t.num_workers  # the group holds what they need
                 limit_s = wait_for_all_s if count >= t.min_world_size else self._placement_timeout_s
                 if count == t.num_workers or time.monotonic() - started > limit_s:
@@ -218,13 +219,13 @@ class RayCluster(Cluster):
                     LOG.info(text, count, t.num_workers, limit_s, key)
                 if asked is None:
                     bundles = self._bundles(unplaced if engines is None else 0)  # engines ask for themselves
-                    asked = demand.enter_context(placement.demanded(bundles, label)), label
+                    asked = demand.enter_context(demanded(bundles, label)), label
                 SIGNALS.check()
                 time.sleep(time_limits.POLL_INTERVAL_S)
         if count < t.min_world_size:
             raise UserError(
                 f"trainer.min_world_size={t.min_world_size}: the cluster of trainer.ray_address={t.ray_address} "
-                f"has capacity for {count} ranks; other jobs hold {placement.describe_usage()}"
+                f"has capacity for {count} ranks; other jobs hold {describe_usage()}"
             )
         if count < t.num_workers:
             LOG.warning("the cluster has capacity for %d of %d ranks: starting %d", count, t.num_workers, count)
@@ -236,7 +237,7 @@ class RayCluster(Cluster):
         (group,) = self._place([[bundle] * count])
         with SIGNALS.deferred():
             indices = by_node(placement_group_table(group)["bundles_to_node_id"])
-        options = [placement.options_in(bundle, group, index) for index in indices]
+        options = [options_in(bundle, group, index) for index in indices]
         args = [(rank, count, self.device) for rank in range(count)]
         return self._launch(name, factory, args, options.__getitem__, env, [group])
 
@@ -247,7 +248,7 @@ class RayCluster(Cluster):
         if find_gpus is not None:
 
             def options(engine: int) -> dict[str, Any]:
-                return placement.options_colocated_with(find_gpus(engine))
+                return options_colocated_with(find_gpus(engine))
         else:
             bundle, started = self._bundle(gpus_per_engine(self.cfg, self.device)), set[int]()
             placed = self._place_separately(bundle, len(args))
@@ -256,7 +257,7 @@ class RayCluster(Cluster):
                 if engine in started:
                     self._move_from_failed_node(placed, engine, bundle)
                 started.add(engine)
-                return placement.options_in(bundle, placed[engine], 0)
+                return options_in(bundle, placed[engine], 0)
 
         return self._launch("engine", factory, args, options, env, placed)
 
@@ -266,7 +267,7 @@ class RayCluster(Cluster):
 
     def has_capacity(self, group: WorkerGroup) -> bool:
         placed = next(placed for registered, placed in self._groups if registered is group)
-        return not placed or placement.count_pending(placed) < len(placed)
+        return not placed or count_pending(placed) < len(placed)
 
     def _launch(
         self,
@@ -300,8 +301,8 @@ class RayCluster(Cluster):
         (together,) = self._place([[bundle] * count])
         with SIGNALS.deferred():
             nodes = placement_group_table(together)["bundles_to_node_id"].values()
-            placement.remove([together])
-        return self._place([[bundle]] * count, [{placement.NODE_ID: node} for node in sorted(nodes)])
+            remove_groups([together])
+        return self._place([[bundle]] * count, [{NODE_ID: node} for node in sorted(nodes)])
 
     def _move_from_failed_node(self, placed: list[PlacementGroup], engine: int, bundle: dict[str, float]) -> None:
         """Place an engine whose node has failed on another node. Without capacity there, the engine waits. Ray itself
@@ -311,9 +312,9 @@ class RayCluster(Cluster):
         excluded = self._excluded_nodes()
         with SIGNALS.deferred():
             current = placement_group_table(placed[engine])["bundles_to_node_id"].get(0)
-            if current in {node.id for node in placement.alive_nodes()} and current not in excluded:
+            if current in {node.id for node in alive_nodes()} and current not in excluded:
                 return
-            placement.remove([placed[engine]])
+            remove_groups([placed[engine]])
             free = available_resources_per_node()
             with_capacity = {node for node in free if all(free[node].get(name, 0) >= bundle[name] for name in bundle)}
             node_ids: Collection[str] = excluded
@@ -323,7 +324,7 @@ class RayCluster(Cluster):
                 # may believe that the node has free resources.
                 recoverable = {node.id for node in self._node_health.failed() if node.address not in self._drained}
                 node_ids = excluded.keys() - (recoverable - with_capacity)
-            placed[engine] = placement.create_placement_group([bundle], placement.exclude_nodes(node_ids))
+            placed[engine] = create_placement_group([bundle], exclude_nodes(node_ids))
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors receive the value, arrays without a copy.
@@ -347,28 +348,28 @@ class RayCluster(Cluster):
         requested, end = None, time.monotonic() + self._placement_timeout_s
         try:
             while time.monotonic() < end:
-                allowed = labels or [placement.exclude_nodes(self._excluded_nodes())] * len(groups)
+                allowed = labels or [exclude_nodes(self._excluded_nodes())] * len(groups)
                 with SIGNALS.deferred():
-                    if allowed != requested and all(map(placement.is_settled, placed)):  # other nodes are usable
-                        placement.remove(placed)
-                        placed = list(map(placement.create_placement_group, groups, allowed))
+                    if allowed != requested and all(map(is_settled, placed)):  # other nodes are usable
+                        remove_groups(placed)
+                        placed = list(map(create_placement_group, groups, allowed))
                         requested = allowed
                     if allowed == requested and (
                         all(group.wait(time_limits.POLL_INTERVAL_S) for group in placed)
-                        or placement.count_pending(placed) == 0  # answers may take longer than the wait
+                        or count_pending(placed) == 0  # answers may take longer than the wait
                     ):
                         return placed
                 self._timeouts.check_cluster()
         except BaseException:
             with SIGNALS.deferred(), contextlib.suppress(RayError):
-                placement.remove([] if self._failed_process() else placed)
+                remove_groups([] if self._failed_process() else placed)
             raise
         with SIGNALS.deferred():
-            placement.remove(placed)
+            remove_groups(placed)
         raise UserError(
             f"trainer.ray_address={self.cfg.trainer.ray_address}: the cluster has no capacity for "
-            f"{placement.describe_bundles([bundle for bundles in groups for bundle in bundles])} within "
-            f"{self._placement_timeout_s:g} s; jobs hold {placement.describe_usage()}; raise "
+            f"{describe_bundles([bundle for bundles in groups for bundle in bundles])} within "
+            f"{self._placement_timeout_s:g} s; jobs hold {describe_usage()}; raise "
             "trainer.placement_timeout_s if nodes have not started yet"
         )
 
@@ -378,7 +379,7 @@ class RayCluster(Cluster):
         if self._node_health is None:
             return {}
         with SIGNALS.deferred():
-            nodes = placement.alive_nodes()
+            nodes = alive_nodes()
         self._node_health.watch(nodes)
         failed = self._node_health.check()
         drained = {node: self._drained[node.address] for node in nodes if node.address in self._drained}
@@ -435,3 +436,95 @@ def _probe(address: str) -> None:
             f"trainer.ray_address={address}: the cluster requires a token, and this process has none or a wrong one; "
             "set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
         ) from error
+
+
+# ---------------------------------------------------------------------------------------------------
+# Placement groups, and the nodes that they may use
+
+
+def create_placement_group(bundles: list[dict[str, float]], label: dict[str, str]) -> PlacementGroup:
+    return placement_group(bundles, strategy="PACK", bundle_label_selector=[label] * len(bundles) if label else None)
+
+
+@contextlib.contextmanager
+def demanded(bundles: list[dict[str, float]], label: dict[str, str]) -> Iterator[PlacementGroup]:
+    """Ask for these bundles while the block runs, with a placement group. An autoscaler adds nodes for one that waits.
+    `ray.autoscaler.sdk.request_resources` would outlive a killed job, and take what other jobs hold for capacity."""
+    groups: list[PlacementGroup] = []
+    try:
+        with SIGNALS.deferred():  # its end raises
+            groups.append(create_placement_group(bundles, label))
+        yield groups[0]
+    finally:
+        with SIGNALS.deferred(), contextlib.suppress(RayError):
+            remove_groups(groups)
+
+
+def remove_groups(groups: Sequence[PlacementGroup]) -> None:
+    """Remove placement groups. Pending ones have a moment: Ray would leak them (ray-project/ray#64693)."""
+    end = time.monotonic() + time_limits.PLACEMENT_REMOVAL_S
+    while not all(map(is_settled, groups)) and time.monotonic() < end:
+        time.sleep(0.025)
+    for group in groups:
+        remove_placement_group(group)
+
+
+def is_settled(group: PlacementGroup) -> bool:
+    """Return whether Ray has scheduled the group, has found no capacity for it, or has removed it. Ray retries a group
+    without capacity from time to time. No state shows that it is retrying at this moment."""
+    table = placement_group_table(group)
+    if not table or table["state"] in ("CREATED", "REMOVED"):
+        return True
+    scheduling = table["stats"]["scheduling_state"]
+    return table["state"] != "PREPARED" and scheduling in ("NO_RESOURCES", "INFEASIBLE", "FAILED_TO_COMMIT_RESOURCES")
+
+
+def exclude_nodes(node_ids: Collection[str]) -> dict[str, str]:
+    # Ray would read a space after a comma as part of the next id.
+    return {NODE_ID: f"!in({','.join(sorted(node_ids))})"} if node_ids else {}
+
+
+def count_pending(groups: Sequence[PlacementGroup]) -> int:
+    with SIGNALS.deferred():
+        return sum(placement_group_table(group).get("state") != "CREATED" for group in groups)
+
+
+def options_in(bundle: dict[str, float], group: PlacementGroup, index: int) -> dict[str, Any]:
+    return {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+    }
+
+
+def options_colocated_with(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return options that let an engine see the GPUs of some ranks. For Ray, the GPUs belong to the ranks."""
+    return {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ranks[0]["node"], soft=False),
+        "env": {
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for rank in ranks for gpu in rank["gpus"]),
+        },
+    }
+
+
+def alive_nodes() -> list[Node]:
+    """Return the nodes that Ray believes to be alive. Ray needs about a minute to notice that a node has failed."""
+    return [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def describe_bundles(bundles: list[dict[str, float]]) -> str:
+    each = " and ".join(f"{count:g} {resource}" for resource, count in bundles[0].items())
+    return f"{len(bundles)} processes with {each} each" if len(bundles) > 1 else f"a process with {each}"
+
+
+def describe_usage() -> str:
+    """Return in words how much of the cluster all jobs together hold, as `3 of 4 CPU, 1 of 2 GPU`."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{total[k] - free.get(k, 0):g} of {total[k]:g} {k}" for k in ("CPU", "GPU") if k in total)

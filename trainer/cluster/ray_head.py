@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 
@@ -70,26 +69,39 @@ class RayHead:
 
     def connect(self) -> str:
         """Wait until Ray runs. Return the address for the driver. WorkerError: Ray does not start, and why."""
+        from ray._private import worker
+
         _reload_environment(True)
-        _silence_ray_errors()
-        answer = self._answer()
+        # Keep Ray from printing long texts when a process dies. The job prints one message and keeps the logs. Also,
+        # `ray.shutdown` would wait for the thread that prints them. If the GCS has died meanwhile, Ray would end this
+        # process first.
+        worker.listen_error_messages = lambda *_: None
+        output = self._supervisor.stdout
+        assert output is not None
+        deadline = time.monotonic() + time_limits.RAY_START_S
+        while not select.select([output], [], [], 0.2)[0]:
+            SIGNALS.check()
+            if time.monotonic() > deadline:
+                raise WorkerError(f"Ray does not start on this machine: no answer within {time_limits.RAY_START_S:g} s")
+        line = output.readline()
+        answer = json.loads(line) if line else {"error": "its supervisor ended; the reason is in the output above"}
         if "error" in answer:
             raise WorkerError(f"Ray does not start on this machine: {answer['error']}")
         for name, pid in answer["daemons"].items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._daemons[name] = psutil.Process(pid)
-        with SIGNALS.blocked():
-            threading.Thread(target=self._watch_supervisor, name="supervisor watch", daemon=True).start()
-        return answer["address"]
 
-    def _watch_supervisor(self) -> None:
-        """Exit with a message when the supervisor dies. The kernel kills Ray together with the supervisor. Then Ray's
-        C++ code ends this process within milliseconds, without a message."""
-        assert self._supervisor.stdout is not None
-        self._supervisor.stdout.read()
-        if not self._is_closing:
-            os.write(2, b"error: Ray's supervisor died, and the job with it; restart it with the same command\n")
-            os._exit(1)
+        def watch_supervisor() -> None:
+            """Exit with a message when the supervisor dies. The kernel kills Ray together with the supervisor. Then
+            Ray's C++ code ends this process within milliseconds, without a message."""
+            output.read()
+            if not self._is_closing:
+                os.write(2, b"error: Ray's supervisor died, and the job with it; restart it with the same command\n")
+                os._exit(1)
+
+        with SIGNALS.blocked():
+            threading.Thread(target=watch_supervisor, name="supervisor watch", daemon=True).start()
+        return answer["address"]
 
     def failed_process(self) -> str | None:
         if self._supervisor.poll() is not None:
@@ -126,16 +138,6 @@ class RayHead:
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(logs, target, ignore_dangling_symlinks=True)
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._supervisor.stdout is not None
-        deadline = time.monotonic() + time_limits.RAY_START_S
-        while not select.select([self._supervisor.stdout], [], [], 0.2)[0]:
-            SIGNALS.check()
-            if time.monotonic() > deadline:
-                return {"error": f"no answer within {time_limits.RAY_START_S:g} s"}
-        line = self._supervisor.stdout.readline()
-        return json.loads(line) if line else {"error": "its supervisor ended; the reason is in the output above"}
-
 
 def _set_environment() -> dict[str, str | None]:
     """Set the environment variables that Ray reads, here and in child processes. Return the previous values."""
@@ -169,17 +171,6 @@ def _reload_environment(local: bool) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = not local
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _silence_ray_errors() -> None:
-    """Keep Ray from printing long texts when a process dies. The job prints one message and keeps the logs.
-
-    Also, `ray.shutdown` would wait for the thread that prints them. If the GCS has died meanwhile, Ray would end this
-    process first.
-    """
-    from ray._private import worker
-
-    worker.listen_error_messages = lambda *_: None
 
 
 def check_tmpdir() -> str:

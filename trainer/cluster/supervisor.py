@@ -34,7 +34,11 @@ def main() -> None:
         # The handler does all the work itself, because an exception could be lost in a library's callback.
         for number in (END_SIGNAL, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # SIG_IGN: Python would write an error on a signal just before
-        _report_dead_daemon(daemons)
+        for name, pid in daemons.items():  # if one has died, Ray has ended the driver without a message
+            if not psutil.pid_exists(pid) or not is_running(psutil.Process(pid)):
+                text = f"error: Ray's {name} died, and the job with it; restart it with the same command\n"
+                os.write(2, text.encode())
+                break
         end_descendants()
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)  # Ray's own shutdown could wait for processes that have exited
@@ -78,27 +82,14 @@ def _start_ray(directory: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"address": ray.get_runtime_context().gcs_address, "daemons": named}
 
 
-def _report_dead_daemon(daemons: dict[str, int]) -> None:
-    """Print a message if a daemon of Ray has died. In this case Ray has ended the driver without a message."""
-    for name, pid in daemons.items():
-        if not psutil.pid_exists(pid) or not is_running(psutil.Process(pid)):
-            text = f"error: Ray's {name} died, and the job with it; restart it with the same command\n"
-            os.write(2, text.encode())
-            return
-
-
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose parent dies, so that `end_descendants` finds them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def signal_on_death_of_parent(number: signal.Signals) -> None:
     """Let the kernel send a signal to this process when the thread that started it ends."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def end_descendants() -> None:

@@ -139,11 +139,12 @@ class _Worker:
         self.name = name
         self.process = process
         self.backend = backend
-        self._heartbeat, self._sent_at = self._send_heartbeat(), time.monotonic()
+        self._heartbeat, self._sent_at = backend.begin(process, "heartbeat", "", (), {}), time.monotonic()
         self.process_id: tuple[int, str] | None = None
         """Pid and address of the node, once the process has answered."""
         self.is_starting = True  # whether the object may still be under construction
-        self._warned = False
+        self.is_late = False
+        """A warning has said that it has not answered for some time."""
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -159,10 +160,15 @@ class _Worker:
             now = time.monotonic()
             if self._heartbeat is not None and self.backend.wait([self._heartbeat], 0):
                 with contextlib.suppress(Exception):  # it died: the running call raises the reason
-                    self._receive_heartbeat(self.backend.get(self._heartbeat, self.name))
-                self._heartbeat, self._warned = None, False
+                    answer = self.backend.get(self._heartbeat, self.name)
+                    self.process_id = answer["pid"], answer["host"]
+                    self.is_starting &= not answer["is_built"]  # this answer may be older than the end of the build
+                    if self.is_late:
+                        LOG.warning("%s answers again", self)
+                self._heartbeat, self.is_late = None, False
             if self._heartbeat is None and now - self._sent_at > time_limits.HEARTBEAT_INTERVAL_S:
-                self._heartbeat, self._sent_at = self._send_heartbeat(), now
+                self._heartbeat = self.backend.begin(self.process, "heartbeat", "", (), {})
+                self._sent_at = now
             if self.process_id is None and not self.backend.has_started(self.process):
                 self._sent_at = now
             return now - self._sent_at if self._heartbeat is not None else 0.0
@@ -170,21 +176,6 @@ class _Worker:
     def end(self) -> None:
         self.heartbeat_age_s()  # the answer to the first heartbeat contains the process id
         self.backend.kill(self.process, self.process_id)
-
-    def _send_heartbeat(self) -> Any:
-        return self.backend.begin(self.process, "heartbeat", "", (), {})
-
-    def _receive_heartbeat(self, answer: Mapping[str, Any]) -> None:
-        self.process_id = answer["pid"], answer["host"]
-        self.is_starting &= not answer["is_built"]  # this answer may be older than the end of the construction
-        if self._warned:
-            LOG.warning("%s answers again", self)
-
-    def warn_unresponsive(self, heartbeat_age_s: float, limit_s: float) -> None:
-        """Log a warning, once for each late heartbeat."""
-        if not self._warned:
-            self._warned = True
-            LOG.warning("%s has not answered for %.0f s; after %g s it counts as dead", self, heartbeat_age_s, limit_s)
 
 
 class WorkerGroup:
@@ -330,9 +321,11 @@ class CallFutures:
         with SIGNALS.deferred():
             done = self._wait(time_limits.POLL_INTERVAL_S if timeout_s is None else timeout_s)
         if check_health and (not done or time.monotonic() > self._health_checked_at + time_limits.POLL_INTERVAL_S):
-            overdue = dict(self._find_overdue({t: c for t, c in self._calls.items() if t not in done}))
-            for ticket, error in overdue.items():
-                outcomes.append((self._calls.pop(ticket).index, None, error))
+            for ticket, message, cause in list(self._find_overdue(set(done))):
+                call = self._calls.pop(ticket)
+                error = WorkerError(message, RESTART_HINT, cause)
+                set_failure_source(error, call.worker.failure_source)
+                outcomes.append((call.index, None, error))
             self._health_checked_at = time.monotonic()
         for ticket in done:
             call = self._calls.pop(ticket)
@@ -362,17 +355,20 @@ class CallFutures:
         """Drop the calls of one worker, whose process has exited."""
         self._calls = {ticket: call for ticket, call in self._calls.items() if call.index != worker}
 
-    def _find_overdue(self, calls: Mapping[Any, _Call]) -> Iterator[tuple[Any, WorkerError]]:
-        """Check that the cluster runs. Yield the calls whose worker does not answer, or that take too long."""
+    def _find_overdue(self, done: Collection[Any]) -> Iterator[tuple[Any, str, str]]:
+        """Check that the cluster runs. Yield the calls but `done` whose worker does not answer, or that take too long,
+        with what has happened and its cause."""
         timeouts, now = self._group.timeouts, time.monotonic()
         timeouts.check_cluster()
         failed = timeouts.failed_nodes()
-        for ticket, call in calls.items():
+        for ticket, call in self._calls.items():
+            if ticket in done:
+                continue
             worker, elapsed_s = call.worker, now - call.started_at
             with SIGNALS.deferred():
                 heartbeat_age_s = worker.heartbeat_age_s()
             if worker.process_id and (reason := failed.get(worker.process_id[1])):
-                yield ticket, _worker_error(worker, f"{worker} failed with its node: {reason}", RESTART_HINT, "node")
+                yield ticket, f"{worker} failed with its node: {reason}", "node"
                 continue
             if heartbeat_age_s > time_limits.STOP_WAIT_S and SIGNALS.first and self._channel != "background":
                 raise Stopped(
@@ -381,18 +377,12 @@ class CallFutures:
                 )
             if heartbeat_age_s > timeouts.heartbeat_limit_s(worker.is_starting):
                 message = f"{worker} has not answered for {heartbeat_age_s:.0f} s: its process or its machine hangs"
-                yield ticket, _worker_error(worker, message, RESTART_HINT, "heartbeat_timeout")
+                yield ticket, message, "heartbeat_timeout"
             elif elapsed_s > timeouts.rpc_s:
-                message = f"{worker}: no result after {elapsed_s:.0f} s"
-                yield ticket, _worker_error(worker, message, RESTART_HINT, "rpc_timeout")
-            elif heartbeat_age_s > time_limits.HEARTBEAT_WARNING_S and not worker.is_starting:
-                worker.warn_unresponsive(heartbeat_age_s, timeouts.heartbeat_s)
-
-
-def _worker_error(worker: _Worker, message: str, hint: str, cause: str) -> WorkerError:
-    error = WorkerError(message, hint, cause)
-    set_failure_source(error, worker.failure_source)
-    return error
+                yield ticket, f"{worker}: no result after {elapsed_s:.0f} s", "rpc_timeout"
+            elif heartbeat_age_s > time_limits.HEARTBEAT_WARNING_S and not (worker.is_starting or worker.is_late):
+                worker.is_late, text = True, "%s has not answered for %.0f s; after %g s it counts as dead"
+                LOG.warning(text, worker, heartbeat_age_s, timeouts.heartbeat_s)
 
 
 def _cause_priority(error: Exception) -> int:

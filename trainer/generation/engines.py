@@ -261,13 +261,9 @@ class Engines:
             self._share_out()
 
     def _generate(self, engine: int, requests: Mapping[int, Request]) -> dict[int, Completion]:
-        """Let an engine generate, and wait for it; return what is complete."""
-        calls = CallFutures(self.group)
         if self._is_batch:
-            calls.begin(engine, "generate", list(requests.values()))
-            return dict(zip(requests, calls.result()[0], strict=True))
-        calls.begin(engine, "step", requests)
-        return calls.result()[0]
+            return dict(zip(requests, self.group.call_one(engine, "generate", list(requests.values())), strict=True))
+        return self.group.call_one(engine, "step", requests)
 
     def _hand_out(self, number: int, completion: Completion, newest: int) -> None:
         """Give a request its completion. `newest`: version of the weights that the engine has now."""

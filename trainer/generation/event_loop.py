@@ -91,21 +91,17 @@ class EventLoop:
                 phase = self.phase
                 with timer(phase) if timer is not None and phase else contextlib.nullcontext():
                     while not future.done() and (timer is None or self.phase == phase):
-                        self._do_job()
+                        SIGNALS.check_behind()
+                        with contextlib.suppress(queue.Empty):
+                            job = self._jobs.get(timeout=time_limits.POLL_INTERVAL_S)
+                            if job is not None:
+                                job()
         except BaseException:
             future.cancel()
             raise
         finally:
             self._waits -= 1
         return future.result()
-
-    def _do_job(self) -> None:
-        """Wait a moment for something to do on this thread."""
-        SIGNALS.check_behind()
-        with contextlib.suppress(queue.Empty):
-            job = self._jobs.get(timeout=time_limits.POLL_INTERVAL_S)
-            if job is not None:
-                job()
 
     def set_phase(self, phase: str) -> None:
         """Say what the rollouts do now."""

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,18 @@ def decode_completions(line: str | bytes) -> dict[int, Completion]:
         ValueError: they are no completions.
     """
     try:
-        return {int(number): _completion(*fields) for number, *fields in parse_json(line)}
+        found: dict[int, Completion] = {}
+        for number, tokens, logprobs, reason, (oldest, newest), spans in parse_json(line):
+            found[int(number)] = completion = Completion(
+                _unpacked(tokens, "<i4"),
+                _unpacked(logprobs, "<f4"),
+                reason,
+                (int(oldest), int(newest)),
+                tuple((int(version), int(size)) for version, size in spans),
+            )
+            if len(completion.token_ids) != len(completion.logprobs):
+                raise ValueError("not as many log-probs as tokens")
+        return found
     except (TypeError, OverflowError) as error:
         raise ValueError(f"no completions ({error})") from error
 
@@ -171,20 +182,6 @@ def check_completion(completion: Completion, request: Request | None, versions: 
         raise ValueError(f"tokens of the weights {used}, expected {versions}")
     if spans and (sum(size for _, size in spans) != len(tokens) or not {*used} <= {version for version, _ in spans}):
         raise ValueError("parts of several weights that are not the tokens")
-
-
-def _completion(tokens: str, logprobs: str, reason: str, versions: list[int], spans: list[list[int]]) -> Completion:
-    oldest, newest = map(int, versions)
-    completion = Completion(
-        _unpacked(tokens, "<i4"),
-        _unpacked(logprobs, "<f4"),
-        reason,
-        (oldest, newest),
-        tuple((int(version), int(size)) for version, size in spans),
-    )
-    if len(completion.token_ids) != len(completion.logprobs):
-        raise ValueError("not as many log-probs as tokens")
-    return completion
 
 
 def fingerprint(directory: str) -> dict[str, list[int]]:
@@ -247,14 +244,16 @@ def describe_model(model: ModelConfig, path: str, longest: int) -> dict[str, Any
 
 def describe_architecture(config: PretrainedConfig) -> dict[str, Any]:
     """Return the values that decide what a model computes from its weights, by name (`rope_parameters.rope_theta`)."""
-    return dict(_flat(json.loads(config.to_json_string(use_diff=False))))
+    found: dict[str, Any] = {}
 
+    def add(values: Mapping[str, Any], prefix: str) -> None:
+        for name, value in values.items():
+            if name in _WITHOUT_EFFECT or name.startswith("_") or any(part in name for part in _WITHOUT_EFFECT_PARTS):
+                continue
+            if isinstance(value, dict):
+                add(value, f"{prefix}{name}.")
+            else:
+                found[prefix + name] = value
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if name in _WITHOUT_EFFECT or name.startswith("_") or any(part in name for part in _WITHOUT_EFFECT_PARTS):
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    add(json.loads(config.to_json_string(use_diff=False)), "")
+    return found

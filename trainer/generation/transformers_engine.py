@@ -57,7 +57,12 @@ class KeyedSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Turn logits `(B, V)` into scores `(B, V)`: 0 for the token drawn, -inf for all others."""
         logprobs = self._warpers(input_ids, scores.float() / (self._temperature or 1.0)).log_softmax(dim=-1)
-        tokens = (logprobs + self._gumbel(logprobs)).argmax(dim=-1, keepdim=True)
+        scores = logprobs
+        if self._generators:  # add Gumbel noise
+            draws = [torch.empty(logprobs.shape[1]).exponential_(generator=one) for one in self._generators]
+            noise = -torch.stack(draws).clamp_min(torch.finfo(torch.float32).tiny).log().to(logprobs.device)
+            scores = logprobs + noise
+        tokens = scores.argmax(dim=-1, keepdim=True)
         self.logprobs.append(logprobs.gather(-1, tokens).cpu())
         return torch.full_like(logprobs, -torch.inf).scatter_(-1, tokens, 0.0)
 
@@ -65,12 +70,6 @@ class KeyedSampler(LogitsProcessor):
         """Continue with these rows alone."""
         self._generators = [self._generators[row] for row in rows if self._generators]
         self.logprobs = []
-
-    def _gumbel(self, like: Tensor) -> Tensor:
-        if not self._generators:
-            return torch.zeros_like(like)
-        draws = [torch.empty(like.shape[1]).exponential_(generator=g) for g in self._generators]
-        return -torch.stack(draws).clamp_min(torch.finfo(torch.float32).tiny).log().to(like.device)
 
 
 class HalfHaveEnded(StoppingCriteria):
@@ -126,6 +125,7 @@ class TransformersEngine:
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return completions of requests with one sampling."""
         sampling = requests[0].sampling
+        stops = list(sampling.stop_token_ids)
         width = max(len(request.prompt_token_ids) for request in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
         attention = torch.zeros_like(ids)
@@ -139,12 +139,27 @@ class TransformersEngine:
         logprobs = np.zeros((len(requests), sampling.max_tokens), np.float32)
         done, rows, cache = 0, list(range(len(requests))), None
         while rows:
-            output = self._extend(ids, attention, cache, sampler, sampling, sampling.max_tokens - done)
+            # Until half of the rows or all of them have ended. The cache is that of all tokens but the last.
+            may_stop = [HalfHaveEnded(stops, len(ids))] if stops and self._can_drop_rows else []
+            output = self._model.generate(
+                ids,
+                attention_mask=attention,
+                past_key_values=cache,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList(may_stop),
+                generation_config=GenerationConfig(
+                    do_sample=False,
+                    max_new_tokens=sampling.max_tokens - done,
+                    eos_token_id=stops or None,
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                ),
+            )
             new = output.sequences[:, ids.shape[1] :]
             end = done + new.shape[1]
             tokens[rows, done:end] = new.cpu().numpy()
             logprobs[rows, done:end] = torch.cat(sampler.logprobs, dim=-1).numpy()
-            stopped = np.isin(tokens[rows, done:end], sampling.stop_token_ids).any(axis=1)
+            stopped = np.isin(tokens[rows, done:end], stops).any(axis=1)
             continuing = np.flatnonzero(~stopped).tolist() if end < sampling.max_tokens else []
             rows, done = [rows[i] for i in continuing], end
             if rows:
@@ -152,47 +167,13 @@ class TransformersEngine:
                 ids, cache = output.sequences[continuing], output.past_key_values
                 attention = torch.cat([attention, torch.ones_like(new)], dim=1)[continuing]
                 cache.batch_select_indices(torch.tensor(continuing, device=self._device))
-        return [self._completion(t, p, sampling) for t, p in zip(tokens, logprobs, strict=True)]
-
-    def _extend(
-        self,
-        ids: Tensor,
-        attention: Tensor,
-        cache: DynamicCache | None,
-        sampler: KeyedSampler,
-        sampling: Sampling,
-        max_tokens: int,
-    ) -> Any:
-        """Generate until half of the rows or all of them have ended. Returns transformers' output of `generate`.
-
-        Args:
-            ids: the tokens so far, `(B, T)`.
-            attention: 0 for padding, `(B, T)`.
-            cache: of all tokens but the last; None at the beginning.
-            max_tokens: most tokens to add.
-        """
-        stops = list(sampling.stop_token_ids)
-        may_stop = [HalfHaveEnded(stops, len(ids))] if stops and self._can_drop_rows else []
-        return self._model.generate(
-            ids,
-            attention_mask=attention,
-            past_key_values=cache,
-            logits_processor=LogitsProcessorList([sampler]),
-            stopping_criteria=StoppingCriteriaList(may_stop),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=max_tokens,
-                eos_token_id=stops or None,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-            ),
-        )
-
-    def _completion(self, tokens: np.ndarray, logprobs: np.ndarray, sampling: Sampling) -> Completion:
-        stops = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids))
-        end = int(stops[0]) + 1 if len(stops) else len(tokens)
-        # Copies, because a view would keep the tokens of the whole batch.
-        return Completion(tokens[:end].copy(), logprobs[:end].copy(), "stop" if len(stops) else "length", self._version)
+        completions = []
+        for row, row_logprobs in zip(tokens, logprobs, strict=True):
+            ends = np.flatnonzero(np.isin(row, stops))
+            end, reason = (int(ends[0]) + 1, "stop") if len(ends) else (len(row), "length")
+            # Copies, because a view would keep the tokens of the whole batch.
+            completions.append(Completion(row[:end].copy(), row_logprobs[:end].copy(), reason, self._version))
+        return completions
 
     @torch.no_grad()
     def sync_weights(self, source: SharedMemory | Shards | Broadcast | Ipc, version: int) -> str:
@@ -217,7 +198,6 @@ class TransformersEngine:
         return str(digest)
 
     def set_version(self, version: int) -> None:
-        """Set the version of the weights that are loaded."""
         self._version = version
 
     def sleep(self) -> int:
@@ -228,7 +208,6 @@ class TransformersEngine:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def wake(self) -> None:
-        """Move them back."""
         self._model.to(self._device)
         self._asleep = False
 

@@ -108,13 +108,18 @@ class VLLMEngine:
         self._accompanies = device == "cpu" and rollout.max_num_seqs > 1
         self._adapter: LoRARequest | None = None
         try:
+            adapters: dict[str, Any] = {}
+            if lora_rank is not None:
+                # The ranks that vLLM has kernels for.
+                room = next(rank for rank in (8, 16, 32, 64, 128, 256, 320, 512) if rank >= lora_rank)
+                adapters = {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
             options = {
                 "model": model_path,
                 "trust_remote_code": trust_remote_code,
                 "dtype": dtype_on(device, dtype),
                 "seed": seed,
                 **device_options(rollout, device, model_path, trust_remote_code),
-                **_lora_options(lora_rank),
+                **adapters,
                 **rollout.engine_args,
             }
             self._llm = LLM(**options)
@@ -123,7 +128,6 @@ class VLLMEngine:
         self.set_version(0)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return completions in the order of the requests."""
         return generate_in_steps(self, requests)
 
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
@@ -134,11 +138,23 @@ class VLLMEngine:
             assert cleared, "the prefix cache is in use"
             self._has_old_keys = False
         if requests:
-            self._add(requests)
+            params = [sampling_params(request) for request in requests.values()]
+            prompts = [{"prompt_token_ids": request.prompt_token_ids.tolist()} for request in requests.values()]
+            names = self._llm.enqueue(prompts, params, lora_request=self._adapter, use_tqdm=False)
+            # vLLM returns names with a random end, and puts names without it into outputs.
+            self._running |= {name.partition("-")[0]: one for name, one in zip(names, requests, strict=True)}
         completions: dict[int, Completion] = {}
         began = time.monotonic()
         while self._running and not self._interrupted.is_set():
-            completions |= self._step_vllm()
+            if self._accompanies:
+                self._accompany()
+            for output in self._llm.llm_engine.step():
+                if output.finished and output.request_id == self._companion:
+                    self._companion = None
+                elif output.finished:
+                    completions[self._running.pop(output.request_id)] = completion_of(output)
+            if not self._running:
+                self._end_companion()
             if completions and time.monotonic() > began + join_interval_s(len(self._running)):
                 break
         self._interrupted.clear()
@@ -147,20 +163,6 @@ class VLLMEngine:
     def interrupt(self) -> None:
         """Let a running `step` return after the next token (see `StreamingEngine`)."""
         self._interrupted.set()
-
-    def _step_vllm(self) -> dict[int, Completion]:
-        """Generate one token of each running request; return those that are complete."""
-        if self._accompanies:
-            self._accompany()
-        completions = {}
-        for output in self._llm.llm_engine.step():
-            if output.finished and output.request_id == self._companion:
-                self._companion = None
-            elif output.finished:
-                completions[self._running.pop(output.request_id)] = completion_of(output)
-        if not self._running:
-            self._end_companion()
-        return completions
 
     def _accompany(self) -> None:
         """Generate something beside a request that is alone.
@@ -181,14 +183,6 @@ class VLLMEngine:
         if self._companion is not None:
             self._llm.llm_engine.abort_request([self._companion])
             self._companion = None
-
-    def _add(self, requests: Mapping[int, Request]) -> None:
-        params = [sampling_params(request) for request in requests.values()]
-        prompts = [{"prompt_token_ids": request.prompt_token_ids.tolist()} for request in requests.values()]
-        names = self._llm.enqueue(prompts, params, lora_request=self._adapter, use_tqdm=False)
-        # vLLM returns names with a random end, and puts names without it into outputs.
-        for name, number in zip(names, requests, strict=True):
-            self._running[name.partition("-")[0]] = number
 
     def sync_weights(self, source: WeightSource, version: int, running: RunningRequests = "abort") -> str:
         """Load the weights of `source` in place; return their digest."""
@@ -255,7 +249,6 @@ class VLLMEngine:
         return digest_of(adapter.weights)
 
     def set_version(self, version: int) -> None:
-        """Set the version of the weights that are loaded."""
         self._llm.llm_engine.set_weight_version(str(version))  # vLLM tells which tokens each version has generated
 
     def sleep(self) -> int:
@@ -269,7 +262,6 @@ class VLLMEngine:
         return max(self._llm.collective_rpc("waking_bytes")) if self._can_sleep else 0
 
     def wake(self) -> None:
-        """Take the memory back."""
         if self._can_sleep and self._asleep:
             self._llm.wake_up()
         self._asleep = False
@@ -326,13 +318,6 @@ def start_failure(error: Exception, model_path: str) -> Exception:
     return UserError(f"rollout.engine=vllm does not start with {model_path} and these settings: {reason}")
 
 
-def _lora_options(rank: int | None) -> dict[str, Any]:
-    if rank is None:
-        return {}
-    room = next(r for r in (8, 16, 32, 64, 128, 256, 320, 512) if r >= rank)  # the ranks that vLLM has kernels for
-    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
-
-
 def dtype_on(device: str, dtype: str) -> str:
     """Return the precision that a value of `rollout.dtype` stands for."""
     return ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
@@ -357,15 +342,20 @@ def device_options(rollout: RolloutConfig, device: str, model_path: str, trust_r
     }
     if device == "cpu":
         model = ModelConfig(model_path, trust_remote_code=trust_remote_code, skip_tokenizer_init=True)
-        return options | {
+        options |= {
             "enforce_eager": True,
             "block_size": _CPU_BLOCK,
             "kv_cache_memory_bytes": _cpu_cache(rollout, model),
             # A seeded request whose prefill is cut into chunks kills the CPU engine.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_PREFILL_TOKENS, length, rollout.max_num_seqs),
-            **_options_of_model(model),
         }
+        if model.has_inner_state or model.is_hybrid:
+            # vLLM keeps the states of recurrent layers for later requests only where it cuts prefills into chunks.
+            options["enable_prefix_caching"] = False
+        if model.is_deepseek_mla or model.hf_config.model_type in _HEADS_APART:
+            options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        return options
     return options | {
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_parallel_size,
@@ -380,42 +370,25 @@ kernel on CPU turns other parts of them; vLLM's own code in torch is right."""
 
 
 def _cpu_cache(rollout: RolloutConfig, model: ModelConfig) -> int:
-    """Return the bytes of the KV cache of an engine on CPU.
-
-    Raises:
-        UserError: the user's cache holds fewer than two of the longest sequences.
-    """
-    least, given = _bytes_of_two(rollout, model), rollout.engine_args.get("kv_cache_memory_bytes")
-    if given is not None and given < least:
-        raise UserError(
-            f"rollout.engine_args.kv_cache_memory_bytes={given}: holds fewer than two of the longest sequences; give "
-            f"at least {least}"
-        )
-    return given or max(CPU_CACHE_BYTES, least)
-
-
-def _bytes_of_two(rollout: RolloutConfig, model: ModelConfig) -> int:
-    """Return the least KV cache that holds two of the longest sequences.
+    """Return the bytes of the KV cache of an engine on CPU, which holds two of the longest sequences.
 
     With less, vLLM takes a sequence out and computes it later, so another one may be alone (see `_accompany`).
+
+    Raises:
+        UserError: the user's cache holds fewer.
     """
     text = model.hf_config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     of_token = 2 * text.num_hidden_layers * heads * size * (2 if rollout.dtype == "bfloat16" else 4)
     blocks = 2 * math.ceil((rollout.max_prompt_tokens + rollout.max_response_tokens) / _CPU_BLOCK) + 1  # one is empty
-    return blocks * _CPU_BLOCK * of_token
-
-
-def _options_of_model(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that a model needs on CPU."""
-    options: dict[str, Any] = {}
-    if config.has_inner_state or config.is_hybrid:
-        # vLLM keeps the states of recurrent layers for later requests only where it cuts prefills into chunks.
-        options["enable_prefix_caching"] = False
-    if config.is_deepseek_mla or config.hf_config.model_type in _HEADS_APART:
-        options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-    return options
+    least, given = blocks * _CPU_BLOCK * of_token, rollout.engine_args.get("kv_cache_memory_bytes")
+    if given is not None and given < least:
+        raise UserError(
+            f"rollout.engine_args.kv_cache_memory_bytes={given}: holds fewer than two of the longest sequences; give "
+            f"at least {least}"
+        )
+    return given or max(CPU_CACHE_BYTES, least)
 
 
 _VARIABLE = "VLLM_CACHE_ROOT"

@@ -44,11 +44,21 @@ class WeightReceiver:
     def _replace_weights(self, weights: Weights) -> str:
         digest = WeightsDigest()
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
-        forget_packed_experts(model)
+        for module in model.modules():
+            # vLLM packs the weights of experts when it makes the kernel of a layer, which a reload does not do again on
+            # CPU: the kernel would compute with weights in the order of the files.
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, FusedMoEMethodBase) and next(module.parameters()).device.type == "cpu":
+                method.moe_kernel = None
         with every_weight_replaced(model, config, weight_names(model)):
             self.reload_weights(weights_iterator=digest.of(weights))
         with set_current_vllm_config(self.vllm_config):
-            repack_tied_head(self.model_runner.get_model())
+            for module in self.model_runner.get_model().modules():
+                # On CPU, layers compute with packed copies of their weights. A reload packs them again, but not those
+                # of an output head tied to the embedding: it has no tensor of its own among the weights, and would
+                # silently compute with the old ones.
+                if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":
+                    module.quant_method.process_weights_after_loading(module)
         return str(digest)
 
     def refused_weights(self, path: str) -> str | None:
@@ -58,7 +68,8 @@ class WeightReceiver:
         """
         config = self.vllm_config.model_config
         own = copy.deepcopy(config.hf_config)
-        if config.word_embeddings_untied_by_checkpoint and _has_no_head(self.model_runner.get_model()):
+        names = weight_names(self.model_runner.get_model())
+        if config.word_embeddings_untied_by_checkpoint and not any(name.endswith("lm_head.weight") for name in names):
             own.tie_word_embeddings = own.get_text_config().tie_word_embeddings = True  # vLLM has tied them again
         try:
             # With vLLM's own attention, as its backend for transformers has it, the model reads the config.
@@ -103,10 +114,6 @@ def _bit_sum(tensor: torch.Tensor) -> int:
     return int(bits_of(tensor.cpu()).sum(dtype="u8"))
 
 
-def _has_no_head(model: torch.nn.Module) -> bool:
-    return not any(name.endswith("lm_head.weight") for name in weight_names(model))
-
-
 def weight_names(model: torch.nn.Module) -> set[str]:
     """Return the names of the weights of `model`, without those that are tied to another weight.
 
@@ -138,7 +145,9 @@ def every_weight_replaced(model: torch.nn.Module, config: ModelConfig, expected:
         for name in expected if names is None else names:  # None: this model does not tell
             layer, _, weight = name.rpartition(".")
             loaded.add(f"{places.get(layer, layer)}.{weight}".lstrip("."))
-        loaded.difference_update(_without_values(model))
+        layers = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
+        idle = {name for name, info in layers.items() if info.can_load() and info.load_numel <= 0}  # got nothing
+        loaded.difference_update(name for name in weight_names(model) if name.rpartition(".")[0] in idle)
         return names
 
     model.load_weights = record
@@ -168,7 +177,9 @@ class _DirectWrites(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_write = func is torch.Tensor.copy_ and args[0].is_meta and not _in_loader()
+        is_write = func is torch.Tensor.copy_ and args[0].is_meta
+        if is_write:  # by a loader of vLLM, which counts the elements that it copies?
+            is_write = not any(isinstance(mode, CopyCounter) for mode in _get_current_dispatch_mode_stack())
         owner = self._weights.get(args[0].untyped_storage()._cdata) if is_write else None
         if owner is None:
             return func(*args, **(kwargs or {}))
@@ -182,39 +193,3 @@ class _DirectWrites(TorchFunctionMode):
 
 def _copy_region(param: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, offset: int) -> None:
     param.data.as_strided(size, stride, offset).copy_(source)
-
-
-def _in_loader() -> bool:
-    """Return whether a loader of vLLM is running, which counts the elements that it copies."""
-    return any(isinstance(mode, CopyCounter) for mode in _get_current_dispatch_mode_stack())
-
-
-def _without_values(model: torch.nn.Module) -> set[str]:
-    """Return the names of the weights whose layers got nothing in the reload that is under way."""
-    layers = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
-    idle = {name for name, info in layers.items() if info.can_load() and info.load_numel <= 0}
-    return {name for name in weight_names(model) if name.rpartition(".")[0] in idle}
-
-
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Let the next reload pack the weights of experts as the first load has done.
-
-    vLLM packs them when it makes the kernel of a layer, which a reload does not do again on CPU: the kernel would
-    compute with weights in the order of the files.
-    """
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, FusedMoEMethodBase) and next(module.parameters()).device.type == "cpu":
-            method.moe_kernel = None
-
-
-def repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack the weights of a tied output head again.
-
-    On CPU, layers compute with packed copies of their weights. A reload packs them again, but not those of an
-    output head tied to the embedding: it has no tensor of its own among the weights, and would silently compute
-    with the old ones.
-    """
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and module.weight.device.type == "cpu":
-            module.quant_method.process_weights_after_loading(module)

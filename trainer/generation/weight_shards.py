@@ -71,20 +71,18 @@ class ShardKeeper:
     """Longest time in which nothing moves."""
 
     def keep(self, layout: FileLayout, blocks: Iterable[tuple[str, tuple[int, ...], Tensor]], rank: int) -> RankOffer:
-        """Keep the blocks of this rank (see `trainer.models.export_weights.own_blocks`) until the next call."""
-        return _server(self, rank).keep(layout, blocks)
+        """Keep the blocks of this rank (see `trainer.models.export_weights.own_blocks`) until the next call.
+
+        The rank's server is opened at the first sync. It stays until this process is a rank of another job.
+        """
+        if rank not in _servers or _servers[rank][0] != self:
+            if rank in _servers:
+                _servers.pop(rank)[1].close()
+            _servers[rank] = self, ShardServer(self.token, self.hosts[rank], self.timeout_s)
+        return _servers[rank][1].keep(layout, blocks)
 
 
 _servers: dict[int, tuple[ShardKeeper, ShardServer]] = {}
-
-
-def _server(keeper: ShardKeeper, rank: int) -> ShardServer:
-    """Open this rank's server at the first sync, and keep it until this process is a rank of another job."""
-    if rank not in _servers or _servers[rank][0] != keeper:
-        if rank in _servers:
-            _servers.pop(rank)[1].close()
-        _servers[rank] = keeper, ShardServer(keeper.token, keeper.hosts[rank], keeper.timeout_s)
-    return _servers[rank][1]
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,8 @@ class ShardServer:
     def __init__(self, token: str, host: str, timeout_s: float):
         self._token, self._timeout_s = token, timeout_s
         self._version = _Version()
-        self._listener = socket.create_server((host, 0), family=_family(host))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._serve, name="weights", daemon=True).start()
 
@@ -125,7 +124,9 @@ class ShardServer:
         regions, kept, changes = [], [], []
         for name, first, block in blocks:
             region = layout.region(name, first, tuple(block.shape))
-            bits = bits_of(_on_host(block, layout.entries[name].dtype))
+            # On the device, because a combined copy and cast would cast on the CPU.
+            host = block.detach().to(layout.entries[name].dtype).to("cpu")
+            bits = bits_of(host.clone() if host.data_ptr() == block.data_ptr() else host)
             old = before.pop(region, None)
             regions.append(region)
             kept.append(bits)
@@ -159,27 +160,23 @@ class ShardServer:
                 _authenticate(end, self._token, [deliver_challenge, answer_challenge])
                 _limit(end, self._timeout_s)
                 request = _receive_json(end)
-                _send_version(end, self._version, request["has"], request["wants"])
+                version, has, wants = self._version, request["has"], request["wants"]
+                if wants != version.digest:
+                    _send_json(end, {"error": f"it offers {version.digest or 'no version'}, and not {wants}"})
+                    return
+                if has == wants:
+                    changes: Sequence[Change] = ()
+                elif has and has == version.base:
+                    changes = version.changes
+                else:
+                    changes = [whole(bits) for bits in version.bits]
+                places = {"files": version.files, "regions": version.regions, "digests": version.digests}
+                _send_json(end, {**places, "counts": [change.count for change in changes]})
+                for change in changes:
+                    end.sendall(_bytes_of(change.distances))
+                    end.sendall(_bytes_of(change.values))
         finally:
             free.release()
-
-
-def _send_version(end: socket.socket, version: _Version, has: str, wants: str) -> None:
-    """Send the version `wants` to a client that has the version `has`."""
-    if wants != version.digest:
-        _send_json(end, {"error": f"it offers {version.digest or 'no version'}, and not {wants}"})
-        return
-    if has == wants:
-        changes: Sequence[Change] = ()
-    elif has and has == version.base:
-        changes = version.changes
-    else:
-        changes = [whole(bits) for bits in version.bits]
-    places = {"files": version.files, "regions": version.regions, "digests": version.digests}
-    _send_json(end, {**places, "counts": [change.count for change in changes]})
-    for change in changes:
-        end.sendall(_bytes_of(change.distances))
-        end.sendall(_bytes_of(change.values))
 
 
 @dataclass(frozen=True)
@@ -207,17 +204,13 @@ class Shards:
             WorkerError: a rank does not serve this version, or the bits that have arrived are others.
             UserError: shared memory cannot hold the copy.
         """
-        with _copy(self.token).at(self) as directory:
+        if self.token not in _copies:
+            _copies[self.token] = NodeCopy(self.token)
+        with _copies[self.token].at(self) as directory:
             yield directory
 
 
 _copies: dict[str, NodeCopy] = {}
-
-
-def _copy(token: str) -> NodeCopy:
-    if token not in _copies:
-        _copies[token] = NodeCopy(token)
-    return _copies[token]
 
 
 def close_copies() -> None:
@@ -280,7 +273,13 @@ class NodeCopy:
                 with _fetching(offer):
                     end = stack.enter_context(_connected(offer.address, source.token, source.timeout_s))
                     _send_json(end, {"has": has, "wants": offer.digest})
-                    answers.append(_checked(_receive_json(end), offer))
+                    answer = _receive_json(end)
+                    if "error" in answer:
+                        raise ValueError(answer["error"])
+                    found = _version_digest(answer["files"], answer["regions"], answer["digests"])
+                    if found != offer.digest:
+                        raise ValueError(f"it sends the version {found}, and has offered {offer.digest}")
+                    answers.append(answer)
                     ends.append(end)
             self._create(answers[0]["files"])
             threads = stack.enter_context(ThreadPoolExecutor(min(len(ends), _MOST_CLIENTS)))
@@ -326,15 +325,6 @@ class NodeCopy:
                     region[:] = block.reshape(shape)
 
 
-def _checked(answer: Mapping[str, Any], offer: RankOffer) -> Mapping[str, Any]:
-    """Return the answer of a rank if it is about the version that the rank has offered."""
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    if (found := _version_digest(answer["files"], answer["regions"], answer["digests"])) != offer.digest:
-        raise ValueError(f"it sends the version {found}, and has offered {offer.digest}")
-    return answer
-
-
 @contextmanager
 def _fetching(offer: RankOffer) -> Iterator[None]:
     try:
@@ -353,19 +343,8 @@ def _version_digest(files: Mapping[str, Any], regions: Sequence[Any], digests: S
     return xxhash.xxh3_128_hexdigest(json.dumps([files, regions, digests]).encode())
 
 
-def _on_host(block: Tensor, dtype: Any) -> Tensor:
-    """Return a copy of a block in host memory."""
-    cast = block.detach().to(dtype)  # on the device, because a combined copy and cast would cast on the CPU
-    copy = cast.to("cpu")
-    return copy.clone() if copy.data_ptr() == block.data_ptr() else copy
-
-
 # ---------------------------------------------------------------------------------------------------
 # The wire: after a challenge of both sides, messages of a length and JSON, then plain bytes whose number is known
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @contextmanager

@@ -14,7 +14,6 @@ these puts a second full copy of the model on a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import glob
 import hashlib
@@ -24,12 +23,13 @@ import os
 import pickle
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Client, answer_challenge, deliver_challenge
 from multiprocessing.connection import Connection as Pipe
-from multiprocessing.connection import answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class Broadcast:
             digest = WeightsDigest()
             _channel(self, True).send(digest.of((name, tensor.to(self.device)) for name, tensor in weights))
             return str(digest)
-        _step_through(weights)
+        deque(weights, maxlen=0)
         return None
 
     def receive(self) -> Weights:
@@ -112,7 +112,7 @@ class Ipc:
             the digest of what this rank has sent (see `WeightsDigest`); None: it has sent nothing.
         """
         if rank not in self.senders:
-            _step_through(weights)
+            deque(weights, maxlen=0)
             return None
         digest = WeightsDigest()
         with accept(self.token, self.device, self.timeout_s) as link:
@@ -125,7 +125,7 @@ class Ipc:
                     buffers.append(buffer)
                     link.send(handle)
                 while unread[slot]:
-                    unread[link.receive()] -= 1
+                    unread[receive_within(link, self.timeout_s)] -= 1
                 return buffers[slot]
 
             for slot, _, pieces in _fill_buckets(digest.of(weights), take):
@@ -134,8 +134,8 @@ class Ipc:
                 unread[slot] += 1
             link.send(None)
             while any(unread):
-                unread[link.receive()] -= 1
-            released = link.receive()
+                unread[receive_within(link, self.timeout_s)] -= 1
+            released = receive_within(link, self.timeout_s)
             assert released is None, released
             buffers.clear()
             collect(self.device)
@@ -146,7 +146,7 @@ class Ipc:
         with connect(self.token, self.device, self.timeout_s) as link:
             buffers: list[Tensor] = []
             join = TensorAssembler()
-            while (message := link.receive()) is not None:
+            while (message := receive_within(link, self.timeout_s)) is not None:
                 if isinstance(message, bytes):
                     buffers.append(import_buffer(message, self.device))
                     continue
@@ -226,7 +226,9 @@ class WeightTransferGroup:
             yield from join(buffer, pieces)
 
     def _begin_bucket(self, i: int) -> tuple[Tensor, list, Any] | None:
-        header = json.loads(self._header(i))
+        if i == len(self._headers):
+            self._headers.append(self._store.get(f"bucket{i}").decode())
+        header = json.loads(self._headers[i])
         if header is None:
             return None
         used, pieces = header
@@ -239,16 +241,9 @@ class WeightTransferGroup:
             self._headers.append(header)
         assert self._headers[i] == header, f"bucket {i} was {self._headers[i]} and is now {header}"
 
-    def _header(self, i: int) -> str:
-        if i == len(self._headers):
-            self._headers.append(self._store.get(f"bucket{i}").decode())
-        return self._headers[i]
 
-
-@functools.cache
-def _channel(group: Broadcast, sender: bool) -> WeightTransferGroup:
-    """Open this process's end at the first sync and keep it. `group` is a new copy in each sync."""
-    return WeightTransferGroup(group, sender)
+_channel = functools.cache(WeightTransferGroup)
+"""This process's end of a group, opened at its first sync and kept. A group is a new copy in each sync."""
 
 
 def _fill_buckets(weights: Weights, take: Callable[[int], Tensor]) -> Iterator[tuple[int, int, list]]:
@@ -304,44 +299,25 @@ class TensorAssembler:
                 yield name, tensor
 
 
-def _step_through(weights: Weights) -> None:
-    for _ in weights:
-        pass
-
-
 def _finish_kernels(device: str) -> None:
     if device == "cuda":
         torch.cuda.current_stream().synchronize()
 
 
-class Connection:
-    """A connection whose messages must come in time.
+def receive_within(pipe: Pipe, timeout_s: float) -> Any:
+    """Return the next message.
 
-    Args:
-        timeout_s: longest time to wait for a message.
+    Raises:
+        TimeoutError: none came in time.
+        EOFError: the other process has ended.
     """
-
-    def __init__(self, pipe: Pipe, timeout_s: float):
-        self._pipe = pipe
-        self._timeout_s = timeout_s
-
-    def send(self, message: Any) -> None:
-        self._pipe.send(message)
-
-    def receive(self) -> Any:
-        """Return the next message.
-
-        Raises:
-            TimeoutError: none came in time.
-            EOFError: the other process has ended.
-        """
-        if not self._pipe.poll(self._timeout_s):
-            raise TimeoutError(f"no answer for {self._timeout_s:g} s while weights went between two processes on a GPU")
-        return self._pipe.recv()
+    if not pipe.poll(timeout_s):
+        raise TimeoutError(f"no answer for {timeout_s:g} s while weights went between two processes on a GPU")
+    return pipe.recv()
 
 
 @contextmanager
-def accept(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
+def accept(token: str, device: str, timeout_s: float) -> Iterator[Pipe]:
     """Wait for the other process on this process's GPU, which calls `connect`."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(_address(token, device))
@@ -355,26 +331,23 @@ def accept(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
     with Pipe(end.detach()) as pipe:
         deliver_challenge(pipe, token.encode())
         answer_challenge(pipe, token.encode())
-        yield Connection(pipe, timeout_s)
+        yield pipe
 
 
 @contextmanager
-def connect(token: str, device: str, timeout_s: float) -> Iterator[Connection]:
+def connect(token: str, device: str, timeout_s: float) -> Iterator[Pipe]:
     """Connect to the other process on this process's GPU, which calls `accept` at about the same time."""
-    end, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + timeout_s
-    with contextlib.closing(end):
-        while True:
-            try:
-                end.connect(_address(token, device))
-                break
-            except ConnectionRefusedError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no rank offers weights on this GPU for {timeout_s:g} s") from None
-                time.sleep(time_limits.IPC_RETRY_S)
-        with Pipe(os.dup(end.fileno())) as pipe:
-            answer_challenge(pipe, token.encode())
-            deliver_challenge(pipe, token.encode())
-            yield Connection(pipe, timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            pipe = Client(_address(token, device), "AF_UNIX", authkey=token.encode())
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no rank offers weights on this GPU for {timeout_s:g} s") from None
+            time.sleep(time_limits.IPC_RETRY_S)
+    with pipe:
+        yield pipe
 
 
 def export_buffer(size: int, device: str) -> tuple[Tensor, bytes]:
@@ -382,7 +355,18 @@ def export_buffer(size: int, device: str) -> tuple[Tensor, bytes]:
     if device == "cpu":
         buffer = torch.empty(size, dtype=torch.uint8).share_memory_()
     else:
-        buffer = _outside_of_expandable_segments(size)
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        expandable, fixed = "expandable_segments:True", "expandable_segments:False"
+        settings = settings.replace(" ", "")
+        # In memory of its own: other processes open expandable segments slowly, if they may at all.
+        set_allocator = torch._C._accelerator_setAllocatorSettings  # torch has no public function for it
+        try:
+            if expandable in settings:
+                set_allocator(settings.replace(expandable, fixed))
+            buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+        finally:
+            if expandable in settings:
+                set_allocator(settings)
     return buffer, bytes(ForkingPickler.dumps(reduce_tensor(buffer)))
 
 
@@ -408,20 +392,6 @@ def _address(token: str, device: str) -> str:
     """Return the address of the connection on this process's GPU, in Linux' abstract namespace: it leaves no file."""
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else device
     return "\0trainer-" + hashlib.sha256(f"{token} {gpu}".encode()).hexdigest()
-
-
-def _outside_of_expandable_segments(size: int) -> Tensor:
-    """Return a buffer in memory of its own: other processes open expandable segments slowly, if they may at all."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = settings.replace(" ", "")
-    if "expandable_segments:True" not in settings:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
-    set_allocator = torch._C._accelerator_setAllocatorSettings  # torch has no public function for it
-    set_allocator(settings.replace("expandable_segments:True", "expandable_segments:False"))
-    try:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
-    finally:
-        set_allocator(settings)
 
 
 class Expected(NamedTuple):

@@ -61,7 +61,10 @@ class Backend:
     def __init__(self, settings: Mapping[str, Any], on_start: Callable[[], None]):
         self._settings = settings
         self._on_start = on_start
-        self._directory = PrivateDirectory(_directory_for_sockets(), _PREFIX, 8)
+        parent = tempfile.gettempdir()
+        if len(f"{parent}/{_PREFIX}{'x' * 16}/engine") > _LONGEST_SOCKET_PATH:
+            parent = "/tmp"
+        self._directory = PrivateDirectory(parent, _PREFIX, 8)
         self._socket = os.path.join(self._directory.path, "engine")
         self._process: subprocess.Popen[bytes] | None = None
         self.start_id = ""
@@ -73,10 +76,6 @@ class Backend:
         self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
         self.session: aiohttp.ClientSession
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
-
-    def url(self, path: str) -> str:
-        """Return the URL of a path of the engine, for `session`."""
-        return f"http://engine{path}"
 
     def fail(self, reason: str, start_id: str) -> None:
         """Let the engine be ended and started again, if this start of it still runs."""
@@ -110,7 +109,9 @@ class Backend:
         failures = 0
         connector = aiohttp.UnixConnector(self._socket, limit=0, force_close=True)  # vLLM closes idle ones
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self.session:
+        async with aiohttp.ClientSession(
+            "http://engine", connector=connector, timeout=timeout, auto_decompress=False
+        ) as self.session:
             try:
                 while True:
                     self._launch()
@@ -185,7 +186,7 @@ class Backend:
     async def _alive(self, limit_s: float, path: str = "/trainer/alive") -> dict[str, Any] | None:
         try:
             timeout = aiohttp.ClientTimeout(total=limit_s)
-            async with self.session.get(self.url(path), timeout=timeout) as response:
+            async with self.session.get(path, timeout=timeout) as response:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
@@ -223,12 +224,6 @@ class Backend:
             with contextlib.suppress(OSError):
                 os.remove(path)
         self._segments.clear()
-
-
-def _directory_for_sockets() -> str:
-    """Return the directory for temporary files, or another one if paths of sockets there were too long for Linux."""
-    directory = tempfile.gettempdir()
-    return directory if len(f"{directory}/{_PREFIX}{'x' * 16}/engine") <= _LONGEST_SOCKET_PATH else "/tmp"
 
 
 def _environment(directory: str) -> dict[str, str]:

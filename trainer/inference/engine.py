@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,18 +53,6 @@ class _Batch:
     """Some completions by number; or an error, after which nothing follows (see `server_protocol.error_body`)."""
 
 
-@dataclass(eq=False)
-class _Weights:
-    order: Mapping[str, Any]
-    answer: asyncio.Future[dict[str, str] | None]
-
-
-@dataclass(eq=False)
-class _Left:
-    answer: asyncio.Future[None]
-    """Done when the tokens of all requests are handed back."""
-
-
 class EngineHost:
     """An engine on a thread of its own, used by the coroutines of a server.
 
@@ -81,9 +70,11 @@ class EngineHost:
         self._streaming = streaming
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
-        self._orders: queue.SimpleQueue[_Batch | _Weights | _Left] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: set[_Batch] = set()
         self._numbers = itertools.count()  # the engine's own: those of two starts of a job are the same
+        self._running: dict[int, tuple[_Batch, int]] = {}  # the batch of each request, and its number there
+        self._new: dict[int, Request] = {}  # those of them that the engine has not yet
         self._is_leaving = False
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
@@ -105,7 +96,7 @@ class EngineHost:
             batch.answers.put_nowait(_leaving())
             return batch
         self._waiting.add(batch)
-        self._order(batch)
+        self._order(self._take, batch)
         return batch
 
     async def answers(self, batch: _Batch) -> AsyncIterator[bytes]:
@@ -124,17 +115,13 @@ class EngineHost:
 
     async def load(self, order: Mapping[str, Any]) -> dict[str, str] | None:
         """Load weights; return their digest or the error, and None if the engine has failed."""
-        weights = _Weights(order, self._loop.create_future())
-        self._order(weights)
-        return await weights.answer
+        return await self._order(self._load, order)
 
     async def leave(self) -> None:
         """Hand back all that is not complete, with the tokens that it has, if the engine can do so soon."""
         self._is_leaving = True
         if self.is_ready and self._waiting and hasattr(self._engine, "hand_back"):
-            left = _Left(self._loop.create_future())
-            self._order(left)
-            await asyncio.wait([left.answer], timeout=_HAND_BACK_S)
+            await asyncio.wait([self._order(self._hand_back)], timeout=_HAND_BACK_S)
         for batch in self._waiting:
             batch.answers.put_nowait(_leaving())
 
@@ -145,10 +132,18 @@ class EngineHost:
         for batch in self._waiting:
             batch.answers.put_nowait(protocol.error_body(protocol.LOST, "its engine has failed"))
 
-    def _order(self, order: _Batch | _Weights | _Left) -> None:
-        self._orders.put(order)
+    def _order(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        """Let the engine's thread call a function, before all that is ordered later; return its result."""
+        answer = self._loop.create_future()
+
+        def call() -> None:
+            result = function(*arguments)
+            self._loop.call_soon_threadsafe(answer.set_result, result)
+
+        self._orders.put(call)
         if self._streaming and self.is_ready:
             self._engine.interrupt()
+        return answer
 
     # --- On the engine's thread ---
 
@@ -160,52 +155,46 @@ class EngineHost:
             return
         self._loop.call_soon_threadsafe(self._built.set_result, None)
         try:
-            self._work(self._engine)
+            while True:
+                while not self._running or not self._orders.empty():
+                    self._orders.get()()
+                new, self._new = self._new, {}
+                for own, completion in self._engine.step(new).items():
+                    self._hand_out(own, completion)
         except BaseException as error:
             if self._loop.is_closed():  # the server has ended while the engine generated
                 return
             LOG.warning("the engine has failed", exc_info=error)
             self._loop.call_soon_threadsafe(self.fail, describe_error(error), self.start_id)
 
-    def _work(self, engine: Any) -> None:
-        running: dict[int, tuple[_Batch, int]] = {}  # the batch of each request, and its number there
-        while True:
-            new: dict[int, Request] = {}
-            while not (running or new) or not self._orders.empty():
-                order = self._orders.get()
-                if isinstance(order, _Weights):
-                    if order.order["running"] == "abort":
-                        running, new = {}, {}
-                    self._load(engine, order)
-                elif isinstance(order, _Left):
-                    for own, completion in engine.hand_back().items():
-                        batch, number = running[own]
-                        self._hand_out(batch, {number: completion})
-                    running, new = {}, {}
-                    self._loop.call_soon_threadsafe(order.answer.set_result, None)
-                elif self._streaming:
-                    numbers = {next(self._numbers): number for number in order.requests}
-                    running |= {own: (order, number) for own, number in numbers.items()}
-                    new |= {own: order.requests[number] for own, number in numbers.items()}
-                else:
-                    completions = engine.generate(list(order.requests.values()))
-                    self._hand_out(order, dict(zip(order.requests, completions, strict=True)))
-            for own, completion in engine.step(new).items():
-                batch, number = running.pop(own)
-                self._hand_out(batch, {number: completion})
+    def _take(self, batch: _Batch) -> None:
+        numbers = {next(self._numbers): number for number in batch.requests}
+        self._running |= {own: (batch, number) for own, number in numbers.items()}
+        if self._streaming:
+            self._new |= {own: batch.requests[number] for own, number in numbers.items()}
+        else:
+            completions = self._engine.generate(list(batch.requests.values()))
+            for own, completion in zip(numbers, completions, strict=True):
+                self._hand_out(own, completion)
 
-    def _hand_out(self, batch: _Batch, completions: dict[int, Completion]) -> None:
-        self._loop.call_soon_threadsafe(batch.answers.put_nowait, completions)
+    def _hand_back(self) -> None:
+        for own, completion in self._engine.hand_back().items():
+            self._hand_out(own, completion)
+        self._running, self._new = {}, {}
 
-    def _load(self, engine: Any, weights: _Weights) -> None:
-        order = weights.order
+    def _hand_out(self, own: int, completion: Completion) -> None:
+        batch, number = self._running.pop(own)
+        self._loop.call_soon_threadsafe(batch.answers.put_nowait, {number: completion})
+
+    def _load(self, order: Mapping[str, Any]) -> dict[str, str]:
         running = (order["running"],) if self._streaming else ()
+        if order["running"] == "abort":
+            self._running, self._new = {}, {}
         try:
-            digest = engine.sync_weights(SharedMemory(order["path"]), order["version"], *running)
-            answer = {} if digest is None else {"digest": digest}
+            digest = self._engine.sync_weights(SharedMemory(order["path"]), order["version"], *running)
         except (UserError, ValueError) as error:
-            answer = protocol.error_body(protocol.REFUSED, f"cannot load these weights ({one_line(str(error))})")
-        self._loop.call_soon_threadsafe(weights.answer.set_result, answer)
+            return protocol.error_body(protocol.REFUSED, f"cannot load these weights ({one_line(str(error))})")
+        return {} if digest is None else {"digest": digest}
 
 
 def _leaving() -> dict[str, str]:
@@ -221,8 +210,7 @@ class EngineGateway(Gateway):
 
     def __init__(self, token: str, lease: Lease, description: dict[str, Any], architecture: Mapping[str, Any]):
         super().__init__(token, time_limits.SERVER_LEASE_S, description, architecture, lambda: ("", {}))
-        self._proved = functools.partial(sign, token, protocol.PROOF)
-        self._lease_of_engine = lease
+        self._own, self._secret = lease, token
         self.backend: EngineHost
 
     def application(self) -> web.Application:
@@ -240,8 +228,8 @@ class EngineGateway(Gateway):
 
     async def _prove(self, request: web.Request) -> web.Response:
         """Prove that this is the engine of the lease, before the job sends anything."""
-        own = self._lease_of_engine
-        return web.json_response({"proof": self._proved(request.query.get("nonce", ""), own.id, own.address)})
+        parts = protocol.PROOF, request.query.get("nonce", ""), self._own.id, self._own.address
+        return web.json_response({"proof": sign(self._secret, *parts)})
 
     async def _pipe(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         try:
@@ -256,9 +244,14 @@ class EngineGateway(Gateway):
 
 async def _serve(options: argparse.Namespace, registry: Registry, job: Mapping[str, Any], token: str) -> None:
     """Serve until a signal comes, or the run has ended."""
+    from trainer.models.files import resolve_model_path
+
     spec, rollout = find_engine(job["engine"]), RolloutConfig(**job["rollout"])
     os.environ.update(spec.environment_on(job["device"], job["deterministic"]))  # before torch is imported
-    path = _model_path(job["model_path"])
+    try:
+        path = resolve_model_path(job["model_path"])
+    except UserError as error:
+        raise UserError(f"the model of the job is not on this machine ({error})") from error
     model = replace(ModelConfig(), trust_remote_code=job["trust_remote_code"])
     architecture = protocol.describe_model(model, path, job["longest"])
     if digest(architecture) != job["model"]:
@@ -311,7 +304,7 @@ async def _take_part(registry: Registry, lease: Lease, gateway: EngineGateway) -
             renewed_at = loop.time()
             try:
                 await asyncio.to_thread(registry.read_job)
-                await asyncio.to_thread(registry.write, replace(lease, version=gateway.version, time=_now()))
+                await asyncio.to_thread(registry.write, replace(lease, version=gateway.version, time=time.time()))
             except FileNotFoundError:
                 LOG.info("the run has ended")
                 return
@@ -319,19 +312,6 @@ async def _take_part(registry: Registry, lease: Lease, gateway: EngineGateway) -
                 registry.warn("", f"the lease cannot be renewed ({describe_error(error)})")
         await asyncio.sleep(time_limits.POLL_INTERVAL_S)
     raise gateway.backend.failure
-
-
-def _now() -> float:
-    return Lease("", "", "", "", 0, 0).time
-
-
-def _model_path(path: str) -> str:
-    from trainer.models.files import resolve_model_path
-
-    try:
-        return resolve_model_path(path)
-    except UserError as error:
-        raise UserError(f"the model of the job is not on this machine ({error})") from error
 
 
 def _address_of(host: str, port: int) -> str:

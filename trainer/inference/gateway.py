@@ -15,6 +15,7 @@ import json
 import os
 import re
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,9 +25,8 @@ from aiohttp import web
 from trainer.errors import UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, check_owner, choose_directory
 from trainer.generation import server_protocol as protocol
-from trainer.generation.server_protocol import Job, error_body, with_signs_of_life
+from trainer.generation.server_protocol import Job, error_body, owners_of, with_signs_of_life
 from trainer.inference.backend import Backend
-from trainer.inference.lease import InUseError, Lease, RefusedError, find_difference
 from trainer.process.model_server import LOGPROBS, SCORE, STATUS, VOCABULARY
 
 _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health|metrics|tokenize|detokenize)")
@@ -39,6 +39,96 @@ _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class RefusedError(Exception):
+    """The job may not use the server. The text is what the server does, without a subject."""
+
+
+class InUseError(RefusedError):
+    """Another job has the server, for `left_s` seconds more if it gives no sign of life."""
+
+    def __init__(self, user: str, left_s: float):
+        super().__init__(f"is in use by {user}; choose another server, or end that job and wait {left_s:.0f} s")
+        self.left_s = left_s
+
+
+class Lease:
+    """The job that uses the server: one at a time.
+
+    Args:
+        lease_s: seconds without a sign of life after which another job may take the server.
+        now: returns seconds of a monotonic clock.
+    """
+
+    def __init__(self, lease_s: float, now: Callable[[], float]):
+        self.lease_s = lease_s
+        self._now = now
+        self.job: Job | None = None
+        """The job that has taken the server last, unless it has left it."""
+        self._seen = 0.0
+        self._gone: deque[str] = deque(maxlen=1000)
+        """Owners that have left, or that another process of their job has replaced. The owner of a job stands for all
+        its processes."""
+
+    def take(self, job: Job) -> bool:
+        """Give the server to a process of `job`; return whether another process had it, or none.
+
+        Raises:
+            InUseError: another job uses it.
+            RefusedError: a later start of the same run does.
+            LookupError: the process or its job has left, or another process of the job has taken its place.
+        """
+        if any(one in self._gone for one in owners_of(job.owner)):
+            raise LookupError("this process of the job has lost it")
+        user = self.job
+        if user is not None and user.owner != job.owner:
+            left_s = self._seen + self.lease_s - self._now()
+            if user.run != job.run:
+                if left_s > 0:
+                    raise InUseError(user.name, left_s)
+            elif user.start > job.start:
+                raise RefusedError(f"has been taken by a newer start of this run (start {user.start})")
+            elif user.start == job.start and user.engine != job.engine:
+                raise RefusedError("is in rollout.urls twice, under two names")
+            self._gone.append(user.owner)
+        self.job, self._seen = job, self._now()
+        return user is None or user.owner != job.owner
+
+    def renew(self, owner: str) -> None:
+        """Note that the job with this secret lives.
+
+        Raises:
+            RefusedError: another job has taken the server.
+            LookupError: the server does not know the job: it has been started since; or another process of the job has
+                taken the place of this one.
+        """
+        if self.job is None:
+            raise LookupError("the server has been started again, or the job has left it")
+        if self.job.owner != owner:
+            if owners_of(owner)[1] == owners_of(self.job.owner)[1]:
+                raise LookupError("another process of this job uses it")
+            raise RefusedError(f"has been taken by {self.job.name}: this job has lost it")
+        self._seen = self._now()
+
+    def release(self, owner: str) -> None:
+        """Leave the server, if the process or the job with this secret uses it. It cannot take the server again."""
+        if not owner:
+            return
+        self._gone.append(owner)
+        if self.job is not None and owner in owners_of(self.job.owner):
+            self.job = None
+
+
+def find_difference(served: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """Return how the model of a job differs from the one that a server serves; None: it does not.
+
+    Versions of transformers differ in the names that they know, so only names that both have are compared.
+    """
+    for name in sorted(served.keys() & wanted.keys()):
+        if served[name] != wanted[name]:
+            return f"serves another model: {name} is {served[name]!r} there, and {wanted[name]!r} in this job"
+    return None
 
 
 class Gateway:
@@ -157,8 +247,10 @@ class Gateway:
     async def _lease(self, request: web.Request) -> web.Response:
         message = await _json(request)
         try:
-            job, tokens = _job(message["job"]), int(message["needs"]["tokens"])
-            architecture = dict(message["job"].get("architecture") or {})
+            given, tokens = message["job"], int(message["needs"]["tokens"])
+            run, name, owner = (str(given[field]) for field in ("run", "name", "owner"))
+            job = Job(run, int(given["start"]), name, int(given["engine"]), owner)
+            architecture = dict(given.get("architecture") or {})
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f"no job: {error!r}") from error
         if self._is_frozen or self._description["computes"] != LOGPROBS:
@@ -176,7 +268,8 @@ class Gateway:
         if (difference := find_difference(self._architecture, architecture)) is not None:
             raise RefusedError(difference)
         if self._lease_of_job.take(job):
-            self._end_calls()
+            for task in self._calls:
+                task.cancel()
             self.forget_weights()
         if not self.backend.is_ready:
             return web.json_response(error_body(protocol.BUSY, "its engine is starting"), status=503)
@@ -209,15 +302,12 @@ class Gateway:
             pass
         if self._check(request) != self._weights_of:
             raise LookupError("it has no weights of this job")
-        self._check_version(request.headers.get(protocol.VERSION, ""))
-        with self._call_of_job():
-            return await self._pipe(request, protocol.GENERATE, body)
-
-    def _check_version(self, asked: str) -> None:
-        """Check that the engine has the weights that a batch asks for (see `server_protocol.VERSION`)."""
+        asked = request.headers.get(protocol.VERSION, "")
         number = asked.removesuffix("+")
         if number.isdecimal() and not (int(number) == self.version or int(number) < self.version and asked != number):
             raise LookupError(f"it has the weights of version {self.version}, and this batch asks for {asked}")
+        with self._call_of_job():
+            return await self._pipe(request, protocol.GENERATE, body)
 
     async def _upload(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -280,7 +370,8 @@ class Gateway:
                     self._check_owner(owner, start)
                 elif order["path"] is None:
                     uploads, self._uploads = self._uploads, None  # an upload of another job has a new directory
-                    if uploads is None or _sizes(uploads.path) != files:
+                    found = protocol.fingerprint(uploads.path) if uploads is not None else {}
+                    if uploads is None or {name: size for name, (_, size, _) in found.items()} != files:
                         raise LookupError("it has not the files of this job")
                     order = {**order, "path": uploads.path}
                 self._weights_of, self._is_changed = None, True
@@ -329,9 +420,8 @@ class Gateway:
         if not await self.backend.answers():  # a hang that has begun is no slow load
             return None
         try:
-            url = self.backend.url(protocol.WEIGHTS)
             with self.backend.loading():
-                async with self.backend.session.post(url, json=order) as response:
+                async with self.backend.session.post(protocol.WEIGHTS, json=order) as response:
                     async for line in response.content:
                         if line.strip():
                             answer = json.loads(line)
@@ -355,10 +445,6 @@ class Gateway:
         finally:
             self._calls.discard(task)
 
-    def _end_calls(self) -> None:
-        for task in self._calls:
-            task.cancel()
-
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         if not _OPEN.fullmatch(request.path):
             return web.json_response({"error": f"no route {request.path[:80]}"}, status=404)
@@ -375,8 +461,7 @@ class Gateway:
     async def _pipe(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Pass a request on to the engine, and its answer back, as it comes."""
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS}
-        url = self.backend.url(path)
-        async with self.backend.session.request(request.method, url, data=body, headers=headers) as answer:
+        async with self.backend.session.request(request.method, path, data=body, headers=headers) as answer:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_HEADERS}
             response = web.StreamResponse(status=answer.status, headers=kept)
             with _cut_on_failure(request):
@@ -411,15 +496,6 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
-
-
-def _job(message: Any) -> Job:
-    run, name, owner = (str(message[field]) for field in ("run", "name", "owner"))
-    return Job(run, int(message["start"]), name, int(message["engine"]), owner)
-
-
-def _sizes(directory: str) -> dict[str, int]:
-    return {name: size for name, (_, size, _) in protocol.fingerprint(directory).items()}
 
 
 def _is_here(path: Any, files: Any) -> bool:

@@ -142,17 +142,22 @@ class JobRoutes:
         await response(scope, receive, send)
 
     async def _check(self, engine: Any, now: bool) -> dict[str, Any]:
-        """Return the engine's progress, if its processes are well. One that hangs does not answer.
+        """Return how the engine does, if its processes are well. One that hangs does not answer.
+
+        The answer says whether anybody's requests run, has a number that changes with each of their tokens, and the
+        length of the longest prompt without one.
 
         Args:
             now: look at the processes of an idle engine, too, however short ago the last look was.
         """
         await engine.check_health()  # knows of a process that has died
-        progress, at = _progress(engine), time.monotonic()
-        if now or progress["busy"] or at > self._checked_at + self.idle_check_s:
+        states, at = list(engine.output_processor.request_states.values()), time.monotonic()
+        tokens = sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+        prompt = max((state.prompt_len for state in states if state.is_prefilling), default=0)
+        if now or states or at > self._checked_at + self.idle_check_s:
             await engine.collective_rpc("check_health")  # they answer between two steps
             self._checked_at = at
-        return progress
+        return {"busy": bool(states), "progress": [len(states), tokens], "prompt": prompt}
 
     async def _scores(self, engine: Any, message: dict[str, Any]) -> AsyncIterator[bytes]:
         """Answer with what the frozen model computes for sequences (see `process.model_server`)."""
@@ -174,30 +179,29 @@ class JobRoutes:
         """Answer with completions. The requests are in line before the answer begins, so before later new weights."""
         from starlette.responses import StreamingResponse
 
+        from trainer.generation.vllm_engine import completion_of
+
         tasks: dict[asyncio.Future[Any], int] = {}
         adding = asyncio.ensure_future(self._add(engine, requests, tasks))
+
+        async def lines() -> AsyncIterator[bytes]:
+            await asyncio.shield(adding)
+            left = set(tasks)
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.cancelled() for task in done):
+                    return
+                outputs = {tasks[task]: completion_of(task.result()) for task in done}
+                yield protocol.encode_completions(outputs)
+
         try:
-            await StreamingResponse(with_signs_of_life(self._completions(adding, tasks)))(*connection)
+            await StreamingResponse(with_signs_of_life(lines()))(*connection)
         finally:
             await asyncio.wait([adding])  # a scheduler that stays paused serves nobody
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-
-    async def _completions(
-        self, adding: asyncio.Future[None], tasks: dict[asyncio.Future[Any], int]
-    ) -> AsyncIterator[bytes]:
-        from trainer.generation.vllm_engine import completion_of
-
-        await asyncio.shield(adding)
-        left = set(tasks)
-        while left:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.cancelled() for task in done):
-                return
-            outputs = {tasks[task]: completion_of(task.result()) for task in done}
-            yield protocol.encode_completions(outputs)
 
     async def _add(self, engine: Any, requests: dict[int, Request], tasks: dict[asyncio.Future[Any], int]) -> None:
         """Add all requests while the scheduler is paused, and a task for each, with its number, to `tasks`."""
@@ -266,24 +270,25 @@ class JobRoutes:
                 task.cancel()
         if aborted:
             await asyncio.wait(aborted)
-        # It runs to its end if nobody waits for it any more: a scheduler that stays paused serves nobody.
-        load = asyncio.ensure_future(self._load(engine, message["path"], message["version"]))
-        yield json.dumps(await asyncio.shield(load)).encode() + b"\n"
 
-    async def _load(self, engine: Any, path: str, version: int) -> dict[str, str]:
-        async with self._admission:
-            for problem in await engine.collective_rpc("refused_weights", args=(path,)):
-                if problem is not None:
-                    return protocol.error_body(protocol.REFUSED, problem)
-            try:
-                await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                digests = await engine.collective_rpc("load_shared", args=(path,))
-                # Keys and values of requests that go on, also of people, are of the old weights: compute them again.
-                await _reset_prefix_cache(engine)
-                await engine.update_weight_version(str(version))  # vLLM tells which tokens each has generated
-            finally:
-                await engine.engine_core.resume_scheduler_async()
-            return {"digest": ", ".join(sorted({*digests}))}
+        async def load() -> dict[str, str]:
+            async with self._admission:
+                for problem in await engine.collective_rpc("refused_weights", args=(message["path"],)):
+                    if problem is not None:
+                        return protocol.error_body(protocol.REFUSED, problem)
+                try:
+                    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                    digests = await engine.collective_rpc("load_shared", args=(message["path"],))
+                    # Keys and values of requests that go on, also of people, are of the old weights: compute them again.
+                    await _reset_prefix_cache(engine)
+                    # vLLM tells which tokens each version has generated.
+                    await engine.update_weight_version(str(message["version"]))
+                finally:
+                    await engine.engine_core.resume_scheduler_async()
+                return {"digest": ", ".join(sorted({*digests}))}
+
+        # It runs to its end if nobody waits for it any more: a scheduler that stays paused serves nobody.
+        yield json.dumps(await asyncio.shield(asyncio.ensure_future(load()))).encode() + b"\n"
 
 
 async def _score_of(engine: Any, ids: list[int], top_k: int) -> Any:
@@ -304,15 +309,6 @@ async def _score_of(engine: Any, ids: list[int], top_k: int) -> Any:
     ranked = [sorted((one.rank, token, one.logprob) for token, one in found.items())[:top_k] for _, found in known]
     columns = {"ids": 1, "logprobs": 2}
     return {name: [[one[column] for one in some] for some in ranked] for name, column in columns.items()}
-
-
-def _progress(engine: Any) -> dict[str, Any]:
-    """Return whether anybody's requests run, a number that changes with each of their tokens, and the length of the
-    longest prompt without one."""
-    states = list(engine.output_processor.request_states.values())
-    tokens = sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
-    prompt = max((state.prompt_len for state in states if state.is_prefilling), default=0)
-    return {"busy": bool(states), "progress": [len(states), tokens], "prompt": prompt}
 
 
 async def _reset_prefix_cache(engine: Any) -> None:

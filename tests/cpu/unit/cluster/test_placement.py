@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cluster.placement import NODE_ID, describe_bundles, exclude_nodes, options_colocated_with
+from trainer.cluster.ray_cluster import NODE_ID, describe_bundles, exclude_nodes, options_colocated_with
 
 
 def test_all_nodes_but_the_excluded_ones_have_the_label():

@@ -16,7 +16,7 @@ import ray
 
 from tests.cpu.unit.cluster.hosted import Host
 from tests.support.jobs import left_running, wait_until
-from trainer.cluster.placement import create_placement_group, exclude_nodes, remove
+from trainer.cluster.ray_cluster import create_placement_group, exclude_nodes, remove_groups
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -98,7 +98,7 @@ with ray_cluster.RayCluster(cfg, "cpu") as cluster:
 LATE = """
 import logging, sys
 import ray
-from trainer.cluster.placement import create_placement_group, remove
+from trainer.cluster.ray_cluster import create_placement_group, remove_groups
 from trainer.cluster.ray_cluster import LOG, RayCluster
 from trainer.config import compose
 from trainer.process import time_limits
@@ -111,7 +111,7 @@ logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 
 def join(record):
     if is_first and timeout_s != "null" and "waiting" in record.msg:
-        remove([group])
+        remove_groups([group])
     return True
 
 LOG.addFilter(join)
@@ -120,7 +120,7 @@ with RayCluster(cfg, "cpu") as cluster:
         group = create_placement_group([{"CPU": 1}] * (int(ray.cluster_resources()["CPU"]) - 2), {})
         assert group.wait(60)
         print(cluster.count_ranks())
-        remove([group])
+        remove_groups([group])
 """
 
 
@@ -129,7 +129,7 @@ import sys, threading, time
 import ray
 from ray._raylet import GcsClient
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
-from trainer.cluster.placement import create_placement_group, remove
+from trainer.cluster.ray_cluster import create_placement_group, remove_groups
 from trainer.cluster.ray_cluster import RayCluster
 from trainer.config import compose
 
@@ -149,7 +149,7 @@ def add_node_once_asked():
     while not (seen := asked()):
         time.sleep(0.05)
     print(seen)
-    remove([group])
+    remove_groups([group])
 
 with RayCluster(cfg, "cpu") as cluster:
     group = create_placement_group([{"CPU": 1}] * (int(ray.cluster_resources()["CPU"]) - 2), {})
@@ -224,7 +224,7 @@ def test_drained_nodes_and_nodes_with_a_broken_gpu_get_no_ranks(printed):
 def test_each_of_several_nodes_is_excluded(ray_cluster):
     group = create_placement_group([{"CPU": 1}], exclude_nodes(["0" * 56, ray.nodes()[0]["NodeID"]]))
     assert not group.wait(2)
-    remove([group])
+    remove_groups([group])
 
 
 def test_placement_groups_that_are_removed_early_free_their_resources(ray_cluster):
@@ -233,7 +233,7 @@ def test_placement_groups_that_are_removed_early_free_their_resources(ray_cluste
     for i in range(100):
         group = create_placement_group([{"CPU": 1}], {})
         time.sleep(i % 8 / 1000)
-        remove([group])
+        remove_groups([group])
     wait_until(lambda: ray.available_resources().get("CPU") == before)
 
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3Config
 
 from trainer.generation.server_protocol import describe_architecture
-from trainer.inference.lease import find_difference
+from trainer.inference.gateway import find_difference
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8}
 

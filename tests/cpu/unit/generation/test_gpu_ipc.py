@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainer.generation import weight_sync
-from trainer.generation.weight_sync import Connection, accept, connect, export_buffer, import_buffer
+from trainer.generation.weight_sync import accept, connect, export_buffer, import_buffer, receive_within
 
 WAIT_S = 60.0
 
@@ -27,7 +27,7 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 
 def answer_once(token: str) -> str:
     with accept(token, "cpu", WAIT_S) as link:
-        text = link.receive()
+        text = link.recv()
         link.send(text.upper())
     return text
 
@@ -36,7 +36,7 @@ def test_two_sides_with_one_token_meet_and_talk(thread):
     accepting = thread.submit(answer_once, "a token")
     with connect("a token", "cpu", WAIT_S) as link:
         link.send("hello")
-        assert link.receive() == "HELLO"
+        assert link.recv() == "HELLO"
     assert accepting.result() == "hello"
 
 
@@ -66,12 +66,11 @@ def test_a_side_that_stays_away_is_missed():
 
 def test_a_message_that_does_not_come_in_time_and_a_side_that_ended_are_told_apart():
     ours, theirs = Pipe()
-    link = Connection(ours, 0.05)
     with pytest.raises(TimeoutError, match="no answer for 0.05 s while weights went between two processes"):
-        link.receive()
+        receive_within(ours, 0.05)
     theirs.close()
     with pytest.raises(EOFError):
-        link.receive()
+        receive_within(ours, 0.05)
 
 
 def test_another_process_sees_what_is_written_into_an_exported_buffer():

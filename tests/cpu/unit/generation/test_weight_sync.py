@@ -77,7 +77,7 @@ def test_the_next_tensors_are_gathered_while_a_worker_copies(tmp_path):
         with connect(source.token, "cpu", WAIT_S) as link:
             assert gathered.wait(WAIT_S)
             messages = []
-            while (message := link.receive()) is not None:
+            while (message := link.recv()) is not None:
                 messages.append(message)
                 if not isinstance(message, bytes):
                     link.send(message[0])

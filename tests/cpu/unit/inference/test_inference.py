@@ -39,8 +39,7 @@ from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion
 from trainer.generation.weight_sync import SharedMemory
 from trainer.inference.backend import _environment, _mapped_segments
-from trainer.inference.gateway import _is_here, is_loopback
-from trainer.inference.lease import Lease, RefusedError
+from trainer.inference.gateway import Lease, RefusedError, _is_here, is_loopback
 from trainer.inference.server import check, listen
 from trainer.inference.vllm_server import arguments, write_chat_template, write_generation_config
 from trainer.models.tiny import TinyShape, build_tiny
