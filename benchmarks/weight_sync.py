@@ -25,8 +25,7 @@ from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RolloutConfig
 from trainer.generation.engine import SharedMemory
 from trainer.generation.engine_pool import EnginePool
-from trainer.generation.fleet import JoinedEngine
-from trainer.generation.registry import Lease
+from trainer.generation.fleet import JoinedEngine, Lease
 from trainer.generation.server_protocol import Job
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_shards import Shards, ShardServer

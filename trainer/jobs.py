@@ -95,7 +95,7 @@ def cluster_of(cfg: Config, device: str, early: Early = None) -> Cluster:
 
         return ProcessCluster(cfg, device, rank_server=early if isinstance(early, ForkServer) else None)
     if cfg.trainer.ray_address == THIS_PROCESS:
-        from trainer.cluster.thread_cluster import ThreadCluster
+        from trainer.cluster.process_cluster import ThreadCluster
 
         return ThreadCluster(cfg, device)
     with importing():

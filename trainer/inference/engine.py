@@ -29,7 +29,7 @@ from trainer.config.model import ModelConfig
 from trainer.errors import UserError, WorkerError, describe_error, one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, SharedMemory, build_engine
-from trainer.generation.registry import Lease, Registry, digest, fleet_token, sign
+from trainer.generation.fleet import Lease, Registry, digest, fleet_token, sign
 from trainer.inference.gateway import Gateway, Handler, is_loopback
 from trainer.process import time_limits
 from trainer.process.log_setup import ToolParser, guard_output, show_messages

@@ -279,7 +279,7 @@ class JobRoutes:
                 try:
                     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
                     digests = await engine.collective_rpc("load_shared", args=(message["path"],))
-                    # Keys and values of requests that go on, also of people, are of the old weights: compute them again.
+                    # Keys and values of requests that go on, also of people, are of the old weights.
                     await _reset_prefix_cache(engine)
                     # vLLM tells which tokens each version has generated.
                     await engine.update_weight_version(str(message["version"]))

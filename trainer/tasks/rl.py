@@ -11,7 +11,7 @@ from trainer.data.datasets import PromptSet, check_files
 from trainer.data.ledger import find_curriculum
 from trainer.errors import UserError, as_list, sentences_of
 from trainer.generation.engine_pool import EnginePool
-from trainer.generation.registry import fleet_token
+from trainer.generation.fleet import fleet_token
 from trainer.metrics.timing import Timer
 from trainer.models.checks import check_longest_sequence, check_trained_models
 from trainer.models.files import resolve_model_path

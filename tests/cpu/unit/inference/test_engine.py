@@ -29,8 +29,7 @@ from trainer.files.shared_memory import SharedDirectory
 from trainer.generation import server_protocol as protocol
 from trainer.generation import weight_shards
 from trainer.generation.engine import CUT, Request, SharedMemory
-from trainer.generation.fleet import Fleet, JoinedEngine, check_proof
-from trainer.generation.registry import Lease, Registry
+from trainer.generation.fleet import Fleet, JoinedEngine, Lease, Registry, check_proof
 from trainer.generation.server_protocol import Job
 from trainer.inference.engine import EngineGateway, EngineHost, join
 from trainer.models.tiny import TinyShape, build_tiny
