@@ -81,4 +81,4 @@ def refusal() -> str:
 
 
 def _members(node: Node) -> list[psutil.Process]:
-    return [process for process in node.processes() if "ray::_Host" in command_of(process)]
+    return [process for process in node.processes() if "ray::Host" in command_of(process)]

@@ -64,7 +64,7 @@ def _roles_of(process: psutil.Process) -> set[str]:
     with contextlib.suppress(psutil.Error, OSError):
         name = _name(process)
         command = " ".join(process.cmdline())
-        if "ray::_Host" in command:
+        if "ray::Host" in command:
             return {"rank", "engine"}
         if name.startswith(_MEMBERS):
             return {"engine" if name.startswith("engine ") else "rank"}

@@ -147,7 +147,7 @@ def members(pid: int) -> list[psutil.Process]:
     found = []
     for process in family(pid):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if "ray::_Host" in command_of(process) or process.name().startswith(("rank ", "engine ")):
+            if "ray::Host" in command_of(process) or process.name().startswith(("rank ", "engine ")):
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 

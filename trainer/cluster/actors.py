@@ -1,4 +1,4 @@
-"""Worker groups whose workers are Ray actors."""
+"""The actor that hosts a worker, and how its calls are made."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import psutil
 import ray
-from ray import cloudpickle
 from ray._private.state import actors
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trainer.cluster.worker_groups import Timeouts, WorkerGroup, failure_of, prepare_process
+from trainer.cluster.worker_groups import failure_of, prepare_process
 from trainer.errors import RESTART_HINT, WorkerError, one_line
 from trainer.process import time_limits
 from trainer.process.startup import importing
 from trainer.process.tracing import MAIN, answer_call
 
 
-class _Host:
+class Host:
     """An actor that hosts one object of any class. Each concurrency group has its own thread.
 
     The group "heartbeat" also runs while the object is built. Ray runs no method before the constructor returns, so
@@ -59,7 +57,7 @@ class _Host:
         return own | {"host": ray.util.get_node_ip_address(), "node": node, "gpus": gpus}
 
 
-class _Actors:
+class Actors:
     """Implements `trainer.cluster.worker_groups.Backend`. A ticket is a Ray object reference."""
 
     def begin(self, process: Any, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -85,29 +83,6 @@ class _Actors:
         ray.kill(process, no_restart=True)
         if process_id is not None and process_id[1] == ray.util.get_node_ip_address():
             _kill_stopped(process_id[0])  # Ray asks the process to exit, and a stopped process cannot respond
-
-
-def launch_actors(
-    name: str,
-    factory: Callable[..., Any],
-    worker_args: Sequence[tuple],
-    options: Callable[[int], dict[str, Any]],
-    env: dict[str, str],
-    timeouts: Timeouts,
-) -> WorkerGroup:
-    """Start one actor for each entry of `worker_args`, each time with its `options` of Ray. Does not wait."""
-    groups = {"background": 1, "heartbeat": 1}
-    remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(_Host)
-
-    def launch(worker: int) -> Any:
-        worker_options = dict(options(worker))
-        variables = {**env, **worker_options.pop("env", {})}
-        process = remote.options(**worker_options, runtime_env={"env_vars": variables}).remote()
-        path = [os.path.abspath(directory) for directory in sys.path]
-        process.build.remote(path, cloudpickle.dumps((factory, worker_args[worker])))
-        return process
-
-    return WorkerGroup(name, len(worker_args), launch, _Actors(), timeouts)
 
 
 def _process_id_of(process: Any) -> tuple[int, str] | None:

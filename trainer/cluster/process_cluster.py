@@ -53,11 +53,7 @@ class ProcessCluster(LocalCluster):
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        device: str,
-        fork_server: ForkServer | None = None,
-        rank_server: ForkServer | None = None,
+        self, cfg: Config, device: str, fork_server: ForkServer | None = None, rank_server: ForkServer | None = None
     ):
         self.cfg = cfg
         self.device = device

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.state import available_resources_per_node
 from ray._raylet import GcsClient
@@ -23,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import trainer
-from trainer.cluster.actors import launch_actors
+from trainer.cluster.actors import Actors, Host
 from trainer.cluster.node_health import Node, NodeHealth
 from trainer.cluster.ray_head import CPU_OBJECT_STORE_BYTES, RayHead
 from trainer.cluster.resources import (
@@ -54,7 +55,7 @@ RAY_LOGS = "ray_logs"  # directory below the run directory with Ray's logs of a 
 
 class _JobConfig(JobConfig):
     """Keeps Ray from putting the working directory first in the import path of workers, where a file of the user hides
-    modules of the same name. `launch_actors` appends the import path of the driver instead."""
+    modules of the same name. `_launch` appends the import path of the driver instead."""
 
     def _runtime_env_has_working_dir(self) -> bool:
         return True
@@ -278,8 +279,20 @@ class RayCluster(Cluster):
         env: dict[str, str],
         placed: list[PlacementGroup],
     ) -> WorkerGroup:
-        forwarded = forwarded_variables(os.environ) if self._head is None else {}
-        group = launch_actors(name, factory, args, options, {**forwarded, **env}, self._timeouts)
+        """Start one actor for each of `args`, each time with its `options` of Ray. Does not wait."""
+        env = {**(forwarded_variables(os.environ) if self._head is None else {}), **env}
+        groups = {"background": 1, "heartbeat": 1}
+        remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(Host)
+
+        def launch(worker: int) -> Any:
+            own = options(worker)
+            variables = {"env_vars": {**env, **own.pop("env", {})}}
+            process = remote.options(**own, runtime_env=variables).remote()
+            path = [os.path.abspath(directory) for directory in sys.path]
+            process.build.remote(path, cloudpickle.dumps((factory, args[worker])))
+            return process
+
+        group = WorkerGroup(name, len(args), launch, Actors(), self._timeouts)
         self._groups.append((group, placed))
         return group
 

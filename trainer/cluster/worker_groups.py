@@ -143,8 +143,7 @@ class _Worker:
         self.process_id: tuple[int, str] | None = None
         """Pid and address of the node, once the process has answered."""
         self.is_starting = True  # whether the object may still be under construction
-        self.is_late = False
-        """A warning has said that it has not answered for some time."""
+        self.is_late = False  # a warning has said that it has not answered for some time
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -205,7 +204,6 @@ class WorkerGroup:
         return self._start("call", method, dict(enumerate(args))).result()
 
     def call_one(self, worker: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` on one worker and return the result."""
         futures = CallFutures(self)
         futures.begin(worker, method, *args, **kwargs)
         return futures.result()[0]
@@ -352,7 +350,6 @@ class CallFutures:
         return done
 
     def drop_calls(self, worker: int) -> None:
-        """Drop the calls of one worker, whose process has exited."""
         self._calls = {ticket: call for ticket, call in self._calls.items() if call.index != worker}
 
     def _find_overdue(self, done: Collection[Any]) -> Iterator[tuple[Any, str, str]]:

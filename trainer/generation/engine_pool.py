@@ -84,14 +84,7 @@ class EnginePool:
             the weights allows that: engines that come back get these.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        cluster: Cluster,
-        ranks: Any,
-        model_path: str,
-        keeps_weights: bool = False,
-    ):
+    def __init__(self, cfg: Config, cluster: Cluster, ranks: Any, model_path: str, keeps_weights: bool = False):
         self._cfg = cfg
         self._cluster = cluster
         self._fixed = ranks if isinstance(ranks, FixedWeights) else None
@@ -100,12 +93,10 @@ class EnginePool:
         self._version = 0
         self._keeps_weights = keeps_weights = keeps_weights or cfg.rollout.fleet  # for engines that join at any time
         self._has_initial_weights = False  # the weights of the policy are those that engines start with
-        self.synced_bytes = 0
-        """Size of the weights or adapters of the last sync."""
+        self.synced_bytes = 0  # size of the weights or adapters of the last sync
         self.weights_digest: str | None = None
         """Of the weights of the last sync, which all engines that serve have proved (see `Engine.sync_weights`)."""
-        self.loop = EventLoop()
-        """On which completions are asked for."""
+        self.loop = EventLoop()  # on which completions are asked for
         self._waking_bytes = 0  # of each GPU; 0: not known
         self._spec = spec = cfg.engine
         self._gpus = gpus_per_engine(cfg, cluster.device)  # of each engine
@@ -341,7 +332,6 @@ class EnginePool:
             self._engines.mark_ready(self._engines.call(stale, "set_version", self._version), self._version)
 
     def _arguments(self, source: Any, version: int, running: RunningRequests) -> tuple[Any, ...]:
-        """Return the arguments of an engine's `sync_weights`."""
         return (source, version, running) if self._spec.streaming else (source, version)
 
     def _refit(self) -> None:
@@ -379,7 +369,6 @@ class EnginePool:
         return await self._engines.complete(requests)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return completions in the order of the requests, on the main thread."""
         with self.awake():
             return self.loop.run(self.complete_together(requests))
 

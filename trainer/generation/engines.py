@@ -51,14 +51,10 @@ class RequestsDropped(RuntimeError):
 class _Load:
     """What one engine has to do."""
 
-    held: list[int]
-    """The requests that it is to generate, in the order in which it gets them."""
-    new: list[int]
-    """Those of them that it has not got."""
-    began_at: float | None = None
-    """When its running call began; None: none runs."""
-    is_interrupted: bool = False
-    """The running call is to return for requests that wait, or will be."""
+    held: list[int]  # the requests that it is to generate, in the order in which it gets them
+    new: list[int]  # those of them that it has not got
+    began_at: float | None = None  # when its running call began; None: none runs
+    is_interrupted: bool = False  # the running call is to return for requests that wait, or will be
 
 
 class Engines:
@@ -97,8 +93,7 @@ class Engines:
         self._fleet = fleet
         self._own = len(group)  # engines of the job itself, which come first. Batches are cut for them, whoever joins
         self.lifecycle = Lifecycle(len(group))
-        self.unplaced: set[int] = set()
-        """Engines that have no GPUs. They stay dead."""
+        self.unplaced: set[int] = set()  # Engines that have no GPUs. They stay dead.
         self._loop = loop
         self._memory = memory
         self._has_capacity = has_capacity
@@ -107,8 +102,7 @@ class Engines:
         self._loading = CallFutures(group)
         self._due: dict[int, float] = {}  # when the new process of a dead engine starts
         self._server_losses: Counter[int] = Counter()  # by step
-        self._used: set[int] = set()
-        """Engines that have loaded once."""
+        self._used: set[int] = set()  # engines that have loaded once
         self._lost: dict[int, tuple[Exception, int, float]] = {}  # failure, step, and paused seconds before it
         self._lost_nodes: set[tuple[int, str | None]] = set()  # the steps and the nodes
         self._paused_s = 0.0
@@ -125,8 +119,7 @@ class Engines:
         """Requests that no engine has, those together that one engine is to get."""
         self._loads = [_Load([], []) for _ in group.workers]
         self._changes = Changes()
-        self.is_paused = False
-        """The engines rest, or are about to."""
+        self.is_paused = False  # the engines rest, or are about to
         self._is_maintaining = False
         self._failure: BaseException | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -15,8 +15,7 @@ from trainer.process import time_limits
 from trainer.process.signals import SIGNALS
 
 T = TypeVar("T")
-PhaseTimer = Callable[[str], AbstractContextManager[None]]
-"""Times a block as a phase of the step."""
+PhaseTimer = Callable[[str], AbstractContextManager[None]]  # times a block as a phase of the step
 
 
 class EventLoop:
@@ -58,7 +57,6 @@ class EventLoop:
         return self._waits > 0
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -70,7 +68,6 @@ class EventLoop:
         return self.run(call())
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function on the loop, later. Any thread may call this."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timer: PhaseTimer | None = None) -> T:
@@ -104,7 +101,6 @@ class EventLoop:
         return future.result()
 
     def set_phase(self, phase: str) -> None:
-        """Say what the rollouts do now."""
         if phase != self.phase:
             self.phase = phase
             self._jobs.put(None)
@@ -128,7 +124,6 @@ class EventLoop:
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """End the loop, with all that runs on it."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(time_limits.LOOP_END_S)

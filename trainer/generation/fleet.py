@@ -55,18 +55,12 @@ _LARGEST = 1 << 20  # bytes of a file
 class Lease:
     """What an engine says of itself while it takes part. It writes that again and again."""
 
-    id: str
-    """Of this process of the engine."""
-    address: str
-    """Where the job reaches it, such as `http://10.0.0.7:4242`."""
-    kind: str
-    """The value of `rollout.engine`."""
-    model: str
-    """`digest` of the architecture of the model."""
-    version: int
-    """Of the weights that it has; -1: none of the job."""
-    capacity: int
-    """Sequences that it generates at the same time."""
+    id: str  # of this process of the engine
+    address: str  # where the job reaches it, such as `http://10.0.0.7:4242`
+    kind: str  # the value of `rollout.engine`
+    model: str  # `digest` of the architecture of the model
+    version: int  # of the weights that it has; -1: none of the job
+    capacity: int  # sequences that it generates at the same time
     time: float = field(default_factory=time.time)
     """Seconds since 1970 on the clock of the engine's machine. Only whether it changes counts."""
 
@@ -133,7 +127,6 @@ class Registry:
         self._write(_name(lease.id), asdict(lease))
 
     def remove(self, engine: str) -> None:
-        """Remove the lease of an engine."""
         self._storage.delete(f"{_FOLDER}/{_name(engine)}")
 
     def leases(self, now: float) -> dict[str, Lease]:

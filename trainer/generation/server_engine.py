@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 _LEASE_SHAPE: dict[Any, Any] = {"start": str, "lease_s": lambda value: is_number(value) and value > 0}
 _LARGEST_ANSWER = 1 << 20  # bytes of an answer that is no stream of completions
 _TOKEN_BYTES = 40  # most bytes of a completion in a line of the answer, for each token
-_ATTEMPTS = 3
-"""Attempts of a request that cannot reach the server, before the server counts as lost."""
+_ATTEMPTS = 3  # attempts of a request that cannot reach the server, before the server counts as lost
 _PIECE = 1 << 20
 
 
@@ -57,8 +56,7 @@ class ServerEngine:
         WorkerError: the server has not answered in time (cause `server_absent`).
     """
 
-    named = "rollout.urls: {}"
-    """What messages call a server, by its address."""
+    named = "rollout.urls: {}"  # what messages call a server, by its address
 
     def __init__(
         self,
@@ -121,7 +119,6 @@ class ServerEngine:
             time.sleep(time_limits.SERVER_RETRY_S)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return completions in the order of the requests."""
         return generate_in_steps(self, requests)
 
     def step(self, requests: Mapping[int, Request]) -> dict[int, Completion]:
@@ -157,7 +154,6 @@ class ServerEngine:
         threading.Thread(target=self._read_batch, args=arguments, name="batch", daemon=True).start()
 
     def interrupt(self) -> None:
-        """Let a running `step` return (see `StreamingEngine`)."""
         self._interrupted.set()
         self._results.put((self._batches, {}))
 

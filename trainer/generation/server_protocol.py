@@ -32,22 +32,18 @@ PROOF = "/trainer/proof"
 """Where an engine that has joined a job proves that it is the one of the registry. The only path without a token."""
 OWNER, START = "X-Trainer-Owner", "X-Trainer-Start"
 """Headers of every request of a job: its `Job.owner`, and the start of the engine that it has sent weights to."""
-BYTES = "X-Trainer-Bytes"
-"""Header of an upload: bytes of all files of these weights."""
+BYTES = "X-Trainer-Bytes"  # header of an upload: bytes of all files of these weights
 VERSION = "X-Trainer-Version"
 """Header of a batch: the version of the weights that must generate it, such as `7`; `7+`: it or a later one."""
-LARGEST_BODY = 1 << 32
-"""Bytes of the requests of one batch."""
-ALIVE_S = 2.0
-"""Between two empty lines of a stream."""
+LARGEST_BODY = 1 << 32  # bytes of the requests of one batch
+ALIVE_S = 2.0  # between two empty lines of a stream
 
 LOST, REFUSED, BUSY, ABSENT, IN_USE, LEFT = "lost", "refused", "busy", "absent", "in use", "left"
 """Kinds of errors: the engine has lost the weights, or the server another engine; the job must change something;
 the server cannot answer now; the files are on another machine; another job has the server; the engine leaves the job,
 and completes nothing any more."""
 
-_STARTS_FILE = "starts.jsonl"
-"""File of a run with one line for each start (see `trainer.run.run_metadata`)."""
+_STARTS_FILE = "starts.jsonl"  # file of a run with one line for each start (see `trainer.run.run_metadata`)
 
 
 @dataclass(frozen=True)
@@ -56,14 +52,10 @@ class Job:
 
     run: str
     """Digest of the first start of the run, and of its directory: that of all its starts. A copy has another one."""
-    start: int
-    """Number of this start. A later one takes the server from an earlier one."""
-    name: str
-    """What messages call it."""
-    engine: int = 0
-    """Which engine of the job the process is."""
-    owner: str = ""
-    """Secret of the job, or of one of its processes (see `of_process`)."""
+    start: int  # Number of this start. A later one takes the server from an earlier one.
+    name: str  # what messages call it
+    engine: int = 0  # which engine of the job the process is
+    owner: str = ""  # secret of the job, or of one of its processes (see `of_process`)
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Of the model (see `describe_architecture`)."""
 

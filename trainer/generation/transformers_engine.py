@@ -51,8 +51,7 @@ class KeyedSampler(LogitsProcessor):
             if sampling.top_p < 1:
                 self._warpers.append(TopPLogitsWarper(sampling.top_p))
             self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.logprobs: list[Tensor] = []
-        """Log-probs of the tokens drawn, `(B, 1)` for each call."""
+        self.logprobs: list[Tensor] = []  # log-probs of the tokens drawn, `(B, 1)` for each call
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Turn logits `(B, V)` into scores `(B, V)`: 0 for the token drawn, -inf for all others."""

@@ -35,15 +35,12 @@ class Ends:
 
     cfg: Config
     cluster: Cluster
-    ranks: Any
-    """A `trainer.learner.train_workers.TrainWorkers`."""
+    ranks: Any  # a `trainer.learner.train_workers.TrainWorkers`
     model_path: str
-    device: str
-    """Of the engines."""
+    device: str  # of the engines
     keeps: bool = False
     """Engines may need the weights of the last sync again after the ranks have changed theirs."""
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
-    """A secret that both ends know."""
+    token: str = field(default_factory=lambda: secrets.token_hex(16))  # a secret that both ends know
 
 
 class Transport:
@@ -76,7 +73,6 @@ class Transport:
         raise NotImplementedError
 
     def drop_kept(self) -> None:
-        """Free what is kept."""
         self.kept = None
 
     @functools.cached_property
@@ -257,8 +253,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "shared_memory": SharedMemoryTransport,
 }
 """By the values of `rollout.weight_sync`. `auto` takes the first that suits, of those that the engine takes."""
-ADAPTER = "adapter"
-"""The way of a policy whose adapters the engines serve (`rollout.lora_sync`)."""
+ADAPTER = "adapter"  # the way of a policy whose adapters the engines serve (`rollout.lora_sync`)
 
 
 def choose_transport(rollout: RolloutConfig, same_node: bool, device: str = "cpu") -> str:

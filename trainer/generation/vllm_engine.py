@@ -18,14 +18,7 @@ from trainer.config.engines import ENGINES
 from trainer.config.rollout import CPU_CACHE_BYTES
 from trainer.errors import RESTART_HINT, UserError, WorkerError
 from trainer.files.shared_memory import SharedDirectory, choose_directory
-from trainer.generation.engine import (
-    CUT,
-    Completion,
-    Request,
-    RunningRequests,
-    generate_in_steps,
-    join_interval_s,
-)
+from trainer.generation.engine import CUT, Completion, Request, RunningRequests, generate_in_steps, join_interval_s
 from trainer.generation.weight_shards import Shards, close_copies
 from trainer.generation.weight_sync import Adapter, SharedMemory, WeightSource
 from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -42,14 +35,11 @@ _ADAPTER = "policy"
 _REFUSALS = (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError)
 """What vLLM raises for settings that it does not know, and for models that it does not support on this device."""
 
-_OCCUPIED = "Free memory on device"
-"""Begins vLLM's complaint about memory that other processes hold."""
+_OCCUPIED = "Free memory on device"  # begins vLLM's complaint about memory that other processes hold
 
-_UNIMPORTABLE = "failed to be inspected"
-"""In vLLM's complaint about a model whose class it cannot import."""
+_UNIMPORTABLE = "failed to be inspected"  # in vLLM's complaint about a model whose class it cannot import
 
-_CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on CPU: the attention wants multiples of it."""
+_CPU_BLOCK = 32  # tokens of a block of the KV cache on CPU: the attention wants multiples of it
 
 _CPU_PREFILL_TOKENS = 8192  # tokens a prefill batch; bounds its activations in memory
 
@@ -97,13 +87,10 @@ class VLLMEngine:
 
         self._asleep = False
         self._can_sleep = device == "cuda" and rollout.colocate
-        self._running: dict[str, int] = {}
-        """The numbers of the requests in vLLM, by their names there."""
+        self._running: dict[str, int] = {}  # the numbers of the requests in vLLM, by their names there
         self._interrupted = threading.Event()
-        self._has_old_keys = False
-        """The prefix cache may hold keys and values of older weights."""
-        self._companion: str | None = None
-        """The name of a request that nobody waits for (see `_accompany`)."""
+        self._has_old_keys = False  # the prefix cache may hold keys and values of older weights
+        self._companion: str | None = None  # the name of a request that nobody waits for (see `_accompany`)
         self._longest = rollout.max_response_tokens
         self._accompanies = device == "cpu" and rollout.max_num_seqs > 1
         self._adapter: LoRARequest | None = None
@@ -161,7 +148,6 @@ class VLLMEngine:
         return completions
 
     def interrupt(self) -> None:
-        """Let a running `step` return after the next token (see `StreamingEngine`)."""
         self._interrupted.set()
 
     def _accompany(self) -> None:

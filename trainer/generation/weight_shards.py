@@ -51,24 +51,18 @@ _LENGTH = struct.Struct("<Q")
 class RankOffer(NamedTuple):
     """What a rank offers."""
 
-    address: str
-    """`host:port`."""
-    digest: str
-    """Of the rank's blocks, in hexadecimal."""
-    changed_bytes: int
-    """Size of what has changed since the version before, or of everything if there was none."""
+    address: str  # `host:port`
+    digest: str  # of the rank's blocks, in hexadecimal
+    changed_bytes: int  # size of what has changed since the version before, or of everything if there was none
 
 
 @dataclass(frozen=True)
 class ShardKeeper:
     """Tells ranks to keep their blocks, and to serve them to engines."""
 
-    token: str
-    """A secret of the job, which ranks and engines must prove to each other."""
-    hosts: tuple[str, ...]
-    """Address of the node of each rank."""
-    timeout_s: float
-    """Longest time in which nothing moves."""
+    token: str  # a secret of the job, which ranks and engines must prove to each other
+    hosts: tuple[str, ...]  # address of the node of each rank
+    timeout_s: float  # longest time in which nothing moves
 
     def keep(self, layout: FileLayout, blocks: Iterable[tuple[str, tuple[int, ...], Tensor]], rank: int) -> RankOffer:
         """Keep the blocks of this rank (see `trainer.models.export_weights.own_blocks`) until the next call.
@@ -89,17 +83,14 @@ _servers: dict[int, tuple[ShardKeeper, ShardServer]] = {}
 class _Version:
     """A rank's blocks of one version. They do not change, so they can be sent while the rank makes other ones."""
 
-    digest: str = ""
-    """Empty: there is no version."""
-    base: str = ""
-    """Digest of the version before. Empty: none is known."""
+    digest: str = ""  # empty: there is no version
+    base: str = ""  # Digest of the version before. Empty: none is known.
     files: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     """Size and header, in hexadecimal, of the files to which the blocks belong."""
     regions: Sequence[Region] = ()
     digests: Sequence[str] = ()
     bits: Sequence[np.ndarray] = ()
-    changes: Sequence[Change] = ()
-    """From `base` to this version."""
+    changes: Sequence[Change] = ()  # from `base` to this version
 
 
 class ShardServer:
@@ -138,7 +129,6 @@ class ShardServer:
         return RankOffer(self.address, digest, sum(change.nbytes for change in changes))
 
     def close(self) -> None:
-        """Serve no further clients."""
         self._listener.shutdown(socket.SHUT_RDWR)  # else the thread would wait on
         self._listener.close()
 
@@ -232,7 +222,6 @@ class NodeCopy:
         self._version = os.path.join(self._directory.path, "version.json")
 
     def close(self) -> None:
-        """Leave the directory."""
         self._directory.close()
 
     @contextmanager
@@ -254,7 +243,6 @@ class NodeCopy:
             os.close(handle)
 
     def _held(self) -> list[str]:
-        """Return the digests of the version that the copy has. Empty: none."""
         try:
             with open(self._version) as file:
                 return json.load(file)
@@ -361,7 +349,6 @@ def _connected(address: str, token: str, timeout_s: float) -> Iterator[socket.so
 
 
 def _authenticate(end: socket.socket, token: str, steps: Sequence[Any]) -> None:
-    """Let both sides prove that they know the token."""
     with Pipe(os.dup(end.fileno())) as pipe:
         for step in steps:
             step(pipe, token.encode())

@@ -47,8 +47,7 @@ from trainer.models.weight_deltas import WeightsDigest
 from trainer.parallel.mesh import open_store
 from trainer.process import time_limits
 
-Weights = Iterator[tuple[str, Tensor]]
-"""Pairs of a Hugging Face name and a full tensor."""
+Weights = Iterator[tuple[str, Tensor]]  # pairs of a Hugging Face name and a full tensor
 _BUFFERS = 2  # one travels while the other is filled
 _ALIGNMENT = 16  # bytes; tensors of any type begin at a multiple of it
 _DEVICE_ARGUMENT = 6  # of torch's `rebuild_cuda_tensor`
@@ -59,17 +58,12 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 class Broadcast:
     """Weights sent by rank 0. Ranks get this object to `send`, engines to receive, at the same time."""
 
-    address: str
-    """Address of the group's store, which rank 0 hosts (see `trainer.parallel.mesh.open_store`)."""
-    receivers: int
-    """Number of workers of all engines. Each is a member of the group."""
-    device: str
-    """Device of the tensors: `cuda` or `cpu`."""
-    timeout_s: float
-    """Longest time for one bucket, and for all members to join."""
+    address: str  # address of the group's store, which rank 0 hosts (see `trainer.parallel.mesh.open_store`)
+    receivers: int  # Number of workers of all engines. Each is a member of the group.
+    device: str  # device of the tensors: `cuda` or `cpu`
+    timeout_s: float  # longest time for one bucket, and for all members to join
     bucket_bytes: int
-    total_bytes: int = 0
-    """About the size of all tensors, for receivers that write them to files."""
+    total_bytes: int = 0  # about the size of all tensors, for receivers that write them to files
 
     def send(self, weights: Weights, rank: int) -> str | None:
         """Send every tensor. A collective over the ranks.
@@ -95,14 +89,10 @@ class Broadcast:
 class Ipc:
     """Weights that each worker copies from a rank on the same GPU. Ranks `send` while workers receive."""
 
-    token: str
-    """A secret of the ranks and the workers, which also names their connections."""
-    senders: tuple[int, ...]
-    """The ranks that share their GPU with a worker that receives."""
-    device: str
-    """`cuda`. Tests on CPU use shared memory instead."""
-    timeout_s: float
-    """Longest time for one bucket, and for the other side to connect."""
+    token: str  # a secret of the ranks and the workers, which also names their connections
+    senders: tuple[int, ...]  # the ranks that share their GPU with a worker that receives
+    device: str  # `cuda`. Tests on CPU use shared memory instead.
+    timeout_s: float  # longest time for one bucket, and for the other side to connect
     bucket_bytes: int
 
     def send(self, weights: Weights, rank: int) -> str | None:

@@ -33,8 +33,7 @@ LOG = logging.getLogger(__name__)
 
 _SERVE = "trainer.inference.vllm_server:serve"
 _PREFIX = "trainer-inference-"
-_FAILED_STARTS = 5
-"""Starts in a row without an engine that served, after which the server ends."""
+_FAILED_STARTS = 5  # starts in a row without an engine that served, after which the server ends
 _PROMPT_TOKENS = 4096  # tokens of a prompt that an engine certainly reads within `SERVER_HANG_S`
 _SEGMENT = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -67,8 +66,7 @@ class Backend:
         self._directory = PrivateDirectory(parent, _PREFIX, 8)
         self._socket = os.path.join(self._directory.path, "engine")
         self._process: subprocess.Popen[bytes] | None = None
-        self.start_id = ""
-        """Names one start of the engine. Weights that were sent to another are lost."""
+        self.start_id = ""  # Names one start of the engine. Weights that were sent to another are lost.
         self.is_ready = False
         self._ever_served = False
         self._failed: str | None = None

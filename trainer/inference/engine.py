@@ -39,8 +39,7 @@ from trainer.process.signals import SIGNALS, Stopped
 
 LOG = logging.getLogger(__name__)
 
-_HAND_BACK_S = 5.0
-"""Longest wait for the tokens of requests that an engine has not finished when it leaves."""
+_HAND_BACK_S = 5.0  # longest wait for the tokens of requests that an engine has not finished when it leaves
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -64,8 +63,7 @@ class EngineHost:
     def __init__(self, build: Callable[[], Any], streaming: bool):
         self.start_id = secrets.token_hex(8)
         self.is_ready = False
-        self.failure: BaseException | None = None
-        """Why the engine is of no more use."""
+        self.failure: BaseException | None = None  # why the engine is of no more use
         self._build = build
         self._streaming = streaming
         self._loop = asyncio.get_running_loop()
@@ -126,7 +124,6 @@ class EngineHost:
             batch.answers.put_nowait(_leaving())
 
     def fail(self, reason: str, start_id: str) -> None:
-        """Note that the engine is of no more use."""
         self.is_ready = False
         self.failure = self.failure or WorkerError(f"the engine has failed ({reason})", "start it again")
         for batch in self._waiting:
@@ -214,7 +211,6 @@ class EngineGateway(Gateway):
         self.backend: EngineHost
 
     def application(self) -> web.Application:
-        """Return the HTTP application."""
         app = web.Application(client_max_size=protocol.LARGEST_BODY, middlewares=[self._guard])
         app.router.add_get(protocol.PROOF, self._prove)
         self.add_routes_of_jobs(app)

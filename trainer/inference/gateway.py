@@ -33,8 +33,7 @@ _OPEN = re.compile(r"/(v1/(models|completions|chat/completions|responses)|health
 """Paths of the engine that people may use. All others, such as those that change the engine, are the front's alone."""
 _SHORT_BODY, _BYTES_PER_TOKEN = 1 << 20, 256
 """Bytes that the request of a person may always have; and for each token of the longest sequence, if that is more."""
-_LAST_LOAD_S = 5.0
-"""Longest wait for a load of weights when the server ends."""
+_LAST_LOAD_S = 5.0  # longest wait for a load of weights when the server ends
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 _HOP_HEADERS = {"connection", "content-length", "transfer-encoding", "host", "keep-alive", "authorization"}
 
@@ -64,8 +63,7 @@ class Lease:
     def __init__(self, lease_s: float, now: Callable[[], float]):
         self.lease_s = lease_s
         self._now = now
-        self.job: Job | None = None
-        """The job that has taken the server last, unless it has left it."""
+        self.job: Job | None = None  # the job that has taken the server last, unless it has left it
         self._seen = 0.0
         self._gone: deque[str] = deque(maxlen=1000)
         """Owners that have left, or that another process of their job has replaced. The owner of a job stands for all
@@ -167,7 +165,6 @@ class Gateway:
         self._loads: set[asyncio.Task[Any]] = set()
 
     def application(self) -> web.Application:
-        """Return the HTTP application."""
         app = web.Application(client_max_size=protocol.LARGEST_BODY, middlewares=[self._guard])
         app.router.add_get(STATUS, self._status)
         app.router.add_get(VOCABULARY, self._vocabulary)
@@ -276,20 +273,14 @@ class Gateway:
         return web.json_response({"start": self.backend.start_id, "lease_s": self._lease_of_job.lease_s})
 
     async def _renew(self, request: web.Request) -> web.Response:
-        self._check(request)
-        return web.json_response({})
+        with self._call_of_job(request):
+            return web.json_response({})
 
     async def _release(self, request: web.Request) -> web.Response:
         self._lease_of_job.release(request.headers.get(protocol.OWNER, ""))
         if self._lease_of_job.job is None and not self._loading.locked():
             self._drop_copy()
         return web.json_response({})
-
-    def _check(self, request: web.Request) -> str:
-        """Check that the request is of the job that uses the server, and for this start of the engine."""
-        owner = request.headers.get(protocol.OWNER, "")
-        self._check_owner(owner, request.headers.get(protocol.START))
-        return owner
 
     def _check_owner(self, owner: str, start: str | None) -> None:
         self._lease_of_job.renew(owner)
@@ -300,26 +291,26 @@ class Gateway:
         body = await request.read()  # which takes time, so the job may have lost the server at its end
         async with self._loading:  # a batch that is sent again may come while new weights are loaded
             pass
-        if self._check(request) != self._weights_of:
-            raise LookupError("it has no weights of this job")
-        asked = request.headers.get(protocol.VERSION, "")
-        number = asked.removesuffix("+")
-        if number.isdecimal() and not (int(number) == self.version or int(number) < self.version and asked != number):
-            raise LookupError(f"it has the weights of version {self.version}, and this batch asks for {asked}")
-        with self._call_of_job():
+        with self._call_of_job(request) as owner:
+            if owner != self._weights_of:
+                raise LookupError("it has no weights of this job")
+            asked, own = request.headers.get(protocol.VERSION, ""), self.version
+            number = asked.removesuffix("+")
+            if number.isdecimal() and not (int(number) == own or int(number) < own and asked != number):
+                raise LookupError(f"it has the weights of version {own}, and this batch asks for {asked}")
             return await self._pipe(request, protocol.GENERATE, body)
 
     async def _upload(self, request: web.Request) -> web.Response:
-        self._check(request)
         name = request.match_info["name"]
-        if not _FILE.fullmatch(name):
-            raise RefusedError(f"takes no file {name[:80]!r}")
         try:
-            if self._uploads is None:
-                self._uploads = SharedDirectory(choose_directory(int(request.headers.get(protocol.BYTES, "0"))))
-            with self._call_of_job(), open(os.path.join(self._uploads.path, name), "wb") as file:
-                async for piece in request.content.iter_chunked(1 << 20):
-                    await asyncio.to_thread(file.write, piece)
+            with self._call_of_job(request):
+                if not _FILE.fullmatch(name):
+                    raise RefusedError(f"takes no file {name[:80]!r}")
+                if self._uploads is None:
+                    self._uploads = SharedDirectory(choose_directory(int(request.headers.get(protocol.BYTES, "0"))))
+                with open(os.path.join(self._uploads.path, name), "wb") as file:
+                    async for piece in request.content.iter_chunked(1 << 20):
+                        await asyncio.to_thread(file.write, piece)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -329,18 +320,17 @@ class Gateway:
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
         message = await _json(request)
-        owner = self._check(request)
-        try:
-            order = {"path": message["path"], "version": int(message["version"]), "running": message["running"]}
-            if "shards" in message:
-                from trainer.generation.weight_shards import Shards  # imports torch
+        with self._call_of_job(request) as owner:
+            try:
+                order = {"path": message["path"], "version": int(message["version"]), "running": message["running"]}
+                if "shards" in message:
+                    from trainer.generation.weight_shards import Shards  # imports torch
 
-                order["shards"] = Shards.from_json(message["shards"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise web.HTTPBadRequest(text=f"no weights: {error!r}") from error
-        if order["path"] is not None and not _is_here(order["path"], message.get("files")):
-            return web.json_response(error_body(protocol.ABSENT, "the files are on another machine"), status=404)
-        with self._call_of_job():
+                    order["shards"] = Shards.from_json(message["shards"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise web.HTTPBadRequest(text=f"no weights: {error!r}") from error
+            if order["path"] is not None and not _is_here(order["path"], message.get("files")):
+                return web.json_response(error_body(protocol.ABSENT, "the files are on another machine"), status=404)
             return await self.answer_in_lines(request, self._loaded(owner, order, message.get("files")))
 
     async def answer_in_lines(self, request: web.Request, lines: AsyncIterator[bytes]) -> web.StreamResponse:
@@ -435,13 +425,17 @@ class Gateway:
             self._uploads = None
 
     @contextlib.contextmanager
-    def _call_of_job(self) -> Any:
-        """Count the current task as a call of the job, which ends when another takes the server."""
-        task = asyncio.current_task()
+    def _call_of_job(self, request: web.Request) -> Iterator[str]:
+        """Check that the request is of the job that uses the server, and for this start of the engine. Yield its owner.
+
+        The current task ends when another job takes the server.
+        """
+        owner, task = request.headers.get(protocol.OWNER, ""), asyncio.current_task()
+        self._check_owner(owner, request.headers.get(protocol.START))
         assert task is not None
         self._calls.add(task)
         try:
-            yield
+            yield owner
         finally:
             self._calls.discard(task)
 

@@ -107,7 +107,7 @@ def column(run_dir: Path, name: str) -> list[float]:
 
 def hosts(node: Node, kind: str) -> list[psutil.Process]:
     """The ranks, or the engines, that run on a node."""
-    members = [process for process in node.processes() if "ray::_Host" in command_of(process)]
+    members = [process for process in node.processes() if "ray::Host" in command_of(process)]
     return [member for member in members if is_engine(member) == (kind == "engine")]
 
 

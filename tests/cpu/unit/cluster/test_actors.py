@@ -48,7 +48,7 @@ def stopped(name: str) -> subprocess.Popen:
 
 
 def test_a_stopped_actor_is_killed_and_a_process_that_has_its_id_now_is_not():
-    actor, other = stopped("ray::_Host"), stopped("editor")
+    actor, other = stopped("ray::Host"), stopped("editor")
     try:
         for process in (actor, other, actor):
             _kill_stopped(process.pid)
