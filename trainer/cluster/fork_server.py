@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -98,7 +98,7 @@ class ForkServer(contextlib.AbstractContextManager):
                 os._exit(1)
 
     def start(self, title: str, env: Mapping[str, str], placement: Mapping[str, Any]) -> Connection:
-        """Begin to fork a worker. Return the connection that it serves (see `_Host`). Its first message is its pid.
+        """Begin to fork a worker. Return the connection that it serves (see `Host`). Its first message is its pid.
 
         `ps -o comm` shows `title`. `env` is added to the variables of this process. `placement`, with address and id
         of the node and the GPU ids, is what heartbeats tell.
@@ -212,48 +212,56 @@ def _run_worker(driver: Connection, fork_server: int) -> NoReturn:
                 inductor.deterministic = environment.get("TORCHINDUCTOR_DETERMINISTIC") == "1"
             prepare_process(HOST)
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # there is no flush at the exit
-            _Host(driver, placement).run()
+            lock = threading.Lock()
+
+            def answer(*message: Any) -> None:
+                with lock:
+                    driver.send(message)
+
+            host = Host(answer, placement)
+            for channel in ("background", "heartbeat"):
+                threading.Thread(target=host.serve, args=(channel,), daemon=True).start()
+            threading.Thread(target=_read, args=(driver, host), daemon=True).start()
+            host.serve("call")
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-class _Host:
-    """Hosts one object. Each of the channels "call", "background" and "heartbeat" has its own thread.
+def _read(driver: Connection, host: Host) -> NoReturn:
+    """Read calls, until the driver closes the connection. Then this process exits."""
+    try:
+        while True:
+            number, channel, payload = driver.recv()
+            host.calls[channel].put((number, payload))
+    except (EOFError, OSError):
+        os._exit(0)
 
-    A fourth thread reads the connection. A message is `(number, channel, payload)`, its answer
-    `(number, has_failed, payload)`. A payload is a pickle of `(method, args, kwargs)`, of a result, or of an exception
-    with its traceback. The channel "heartbeat" also runs while the object is built.
+
+class Host:
+    """Hosts one object. Each channel of `worker_groups.Backend.begin` has a thread, which calls `serve`.
+
+    `calls` takes the calls of each channel: the ticket, and a payload, the pickle of `(method, args, kwargs)`. The last
+    one is None.
+
+    Args:
+        answer: called with the ticket of a call, whether it has failed, and the pickle of its result, or of the
+            exception with its traceback.
+        placement: what heartbeats tell.
     """
 
-    def __init__(self, driver: Connection, placement: Mapping[str, Any]):
-        self._driver = driver
+    def __init__(self, answer: Callable[[Any, bool, bytes], None], placement: Mapping[str, Any]):
+        self._answer = answer
         self._placement = placement
-        self._object: Future[Any] = Future()
-        self._send_lock = threading.Lock()
+        self.built: Future[Any] = Future()  # the object
         channels = ("call", "background", "heartbeat")
-        self._calls: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in channels}
+        self.calls: dict[str, queue.SimpleQueue] = {name: queue.SimpleQueue() for name in channels}
 
-    def run(self) -> NoReturn:
-        """Serve calls. This process exits when the driver closes the connection."""
-        threading.Thread(target=self._read, daemon=True).start()
-        for channel in ("background", "heartbeat"):
-            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
-        self._serve("call")
-
-    def _read(self) -> NoReturn:
-        try:
-            while True:
-                number, channel, payload = self._driver.recv()
-                self._calls[channel].put((number, payload))
-        except (EOFError, OSError):
-            os._exit(0)
-
-    def _serve(self, channel: str) -> NoReturn:
-        row = MAIN if channel == "call" else channel
-        while True:
-            number, payload = self._calls[channel].get()
+    def serve(self, channel: str) -> None:
+        """Make the calls of a channel, one after another."""
+        while (message := self.calls[channel].get()) is not None:
+            ticket, payload = message
             try:
                 method, args, kwargs = pickle.loads(payload)
                 if method == BUILD:
@@ -261,18 +269,20 @@ class _Host:
                     try:
                         with importing():
                             factory, own = pickle.loads(*args)
-                        self._object.set_result(factory(*own))
+                        self.built.set_result(self._call(factory, channel, own, {}, method))
                     except BaseException as error:
-                        self._object.set_exception(error)
+                        self.built.set_exception(error)
                 elif channel == "heartbeat":
-                    result = {"pid": os.getpid(), "is_built": self._object.done(), **self._placement}
+                    result = {"pid": os.getpid(), "is_built": self.built.done(), **self._placement}
                 else:
-                    result = answer_call(getattr(self._object.result(), method), row, args, kwargs, method)
+                    result = self._call(getattr(self.built.result(), method), channel, args, kwargs, method)
                 answer, has_failed = pickle.dumps(result), False
             except BaseException as error:
                 answer, has_failed = pack_error(error), True
-            with self._send_lock:
-                self._driver.send((number, has_failed, answer))
+            self._answer(ticket, has_failed, answer)
+
+    def _call(self, function: Callable[..., Any], channel: str, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+        return answer_call(function, MAIN if channel == "call" else channel, args, kwargs, name)
 
 
 def pack_error(error: BaseException) -> bytes:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import pickle
-import queue
 import secrets
 import tempfile
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from trainer.cluster.fork_server import BUILD, HOST, ForkServer, end_tree, pack_error
+from trainer.cluster.fork_server import BUILD, HOST, ForkServer, Host, end_tree
 from trainer.cluster.resources import FindGpus, check_gpus, gpus_per_engine
 from trainer.cluster.worker_groups import Cluster, Timeouts, WorkerGroup, failure_of
 from trainer.config import Config
@@ -168,7 +167,7 @@ class _Stored:
 
 
 class _Process:
-    """The driver's end of a worker (see `fork_server._Host`). The result of a call is a future, never an exception. It
+    """The driver's end of a worker (see `fork_server.Host`). The result of a call is a future, never an exception. It
     is `(has_failed, payload)`, or None if the worker has exited."""
 
     def __init__(self, server: ForkServer, connection: Connection, factory: Any, args: tuple):
@@ -308,57 +307,40 @@ class ThreadCluster(LocalCluster):
         return WorkerGroup(name, len(args), launch, Processes(), forever)
 
 
-class WorkerThread:
-    """Hosts one object. Each of the channels "call" and "background" has its own thread.
+class WorkerThread(Host):
+    """A worker whose channels have threads of this process. The result of a call is as that of a `_Process`.
 
-    The result of a call is a future of `(has_failed, payload)`, as that of a process. `exclusive` is held while an
-    object is built or called: libraries that build models replace functions of torch meanwhile.
+    `exclusive` is held while an object is built or called: libraries that build models replace functions of torch
+    meanwhile.
     """
 
     def __init__(self, name: str, factory: Callable[..., Any], args: tuple, exclusive: AbstractContextManager):
+        super().__init__(lambda call, *outcome: call.set_result(outcome), {"host": HOST, "node": "this", "gpus": []})
         self._exclusive = exclusive
-        self._object: Future[Any] = Future()
-        self._calls: dict[str, queue.SimpleQueue] = {}
-        for channel in ("call", "background"):
-            self._calls[channel] = queue.SimpleQueue()
-            work = (channel, *((factory, args) if channel == "call" else (None, ())))
-            threading.Thread(target=self._serve, args=work, name=f"{name} {channel}", daemon=True).start()
+        for channel in self.calls:
+            threading.Thread(target=self.serve, args=(channel,), name=f"{name} {channel}", daemon=True).start()
+        self.begin("call", BUILD, (pickle.dumps((factory, args)),), {})
 
     def begin(self, channel: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Future:
         call: Future = Future()
-        if channel == "heartbeat":
-            own = {"pid": os.getpid(), "is_built": self._object.done()}
-            call.set_result((False, pickle.dumps(own | {"host": HOST, "node": "this", "gpus": []})))
-        else:
-            self._calls[channel].put((call, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)))
+        self.calls[channel].put((call, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)))
         return call
 
     def kill(self) -> None:
         """End the threads after the calls that have begun."""
-        for calls in self._calls.values():
+        for calls in self.calls.values():
             calls.put(None)
 
-    def _serve(self, channel: str, factory: Callable[..., Any] | None, args: tuple) -> None:
+    def serve(self, channel: str) -> None:
         import torch
 
         torch.set_num_threads(1)  # a thread has a setting of its own
-        if factory is not None:
-            try:
-                with self._exclusive:
-                    self._object.set_result(factory(*args))
-            except BaseException as error:
-                self._object.set_exception(error)
-        while (message := self._calls[channel].get()) is not None:
-            call, payload = message
-            try:
-                method, arguments, kwargs = pickle.loads(payload)
-                kwargs.pop(WANTED, None)  # the spans of this process are those of the driver
-                function = getattr(self._object.result(), method)
-                with self._exclusive if channel == "call" else contextlib.nullcontext():
-                    result = function(*arguments, **kwargs)
-                call.set_result((False, pickle.dumps(result)))
-            except BaseException as error:
-                call.set_result((True, pack_error(error)))
+        super().serve(channel)
+
+    def _call(self, function: Callable[..., Any], channel: str, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
+        kwargs.pop(WANTED, None)  # the spans of this process are those of the driver
+        with self._exclusive if channel == "call" else contextlib.nullcontext():
+            return function(*args, **kwargs)
 
 
 def _leave_process_group() -> None:

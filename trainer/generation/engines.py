@@ -426,27 +426,11 @@ class Engines:
                 raise error
         self._paused_s += time.monotonic() - began
 
-    def call(self, engines: Iterable[int], method: str, *args: Any) -> dict[int, Any]:
-        """Call `method` on these engines. Return the results of those that have done it; the others are lost."""
-        calls = CallFutures(self.group)
+    def call(self, engines: Iterable[int], method: str, *args: Any, channel: str = "call") -> dict[int, Any]:
+        """Call `method` on these engines; return the results by engine. Engines that have not done it are lost."""
+        calls, results = CallFutures(self.group, channel), {}
         for engine in engines:
             calls.begin(engine, method, *args)
-        return self._results(calls)
-
-    def placements(self) -> list[dict[str, Any]]:
-        """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
-        while True:
-            self.load()
-            calls = CallFutures(self.group, "heartbeat")
-            for engine in self.lifecycle.loaded[: self._own]:
-                calls.begin(engine, "")
-            placements = self._results(calls)
-            if len(placements) == self._own:
-                return list(placements.values())
-
-    def _results(self, calls: CallFutures) -> dict[int, Any]:
-        """Return the results of calls by engine, in their order. Engines that have failed are lost."""
-        results = {}
         while calls.is_running:
             for engine, result, error in calls.poll():
                 if error is None:
@@ -454,6 +438,14 @@ class Engines:
                 else:
                     self.mark_failed([engine], error)
         return dict(sorted(results.items()))
+
+    def placements(self) -> list[dict[str, Any]]:
+        """Return host, node id and GPU ids of each engine, once all are loaded. Those that die are replaced."""
+        while True:
+            self.load()
+            placements = self.call(self.lifecycle.loaded[: self._own], "", channel="heartbeat")
+            if len(placements) == self._own:
+                return list(placements.values())
 
     def mark_failed(self, engines: Iterable[int], error: Exception) -> None:
         """End engines after a failure. New ones start in their place, at once or after a delay.

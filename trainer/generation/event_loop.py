@@ -25,14 +25,14 @@ class EventLoop:
     coroutines ask of it with `on_main`: the ranks, for example, may be used on this thread alone.
     """
 
-    def __init__(self, name: str = "rollouts"):
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waits = 0
         self._main = threading.get_ident()
         self.phase = ""
         """What the rollouts do now, as a phase of a step (see `run`). Set on the loop, by `set_phase`."""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

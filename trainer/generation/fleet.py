@@ -251,13 +251,13 @@ class _Host(WorkerThread):
         super().kill()
         self._abandon()
 
-    def _serve(self, channel: str, *work: Any) -> None:
-        super()._serve(channel, *work)
+    def serve(self, channel: str) -> None:
+        super().serve(channel)
         self._abandon()  # it may have been built after `kill`
 
     def _abandon(self) -> None:
-        if self._object.done() and self._object.exception() is None:
-            self._object.result().abandon()
+        if self.built.done() and self.built.exception() is None:
+            self.built.result().abandon()
 
 
 class Fleet:

@@ -196,13 +196,13 @@ def _unpacked(text: str, dtype: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 
-async def with_signs_of_life(lines: AsyncIterator[bytes], every_s: float = ALIVE_S) -> AsyncIterator[bytes]:
-    """Yield the lines of an answer that takes long, and an empty line whenever none has come for `every_s`."""
+async def with_signs_of_life(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of an answer that takes long, and an empty line whenever none has come for `ALIVE_S`."""
     waiting: asyncio.Future[bytes] | None = None
     try:
         while True:
             waiting = asyncio.ensure_future(anext(lines))
-            while not (await asyncio.wait([waiting], timeout=every_s))[0]:
+            while not (await asyncio.wait([waiting], timeout=ALIVE_S))[0]:
                 yield b"\n"
             try:
                 line, waiting = waiting.result(), None

@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import socket
 import tempfile
-from typing import Any
 
 from trainer.config import Config
 from trainer.config.engines import ENGINES
@@ -34,9 +33,20 @@ def run(cfg: Config) -> None:
         UserError: the address cannot be used, the token is missing, or vLLM is.
         WorkerError: the engine does not start.
     """
+    from trainer.models.files import resolve_model_path
+
     token = check(cfg)
-    named = f"inference.host={cfg.inference.host} inference.port={cfg.inference.port}"
-    with listen(cfg.inference.host, cfg.inference.port, named) as listener, _model(cfg) as (path, name):
+    with contextlib.ExitStack() as stack:
+        named = f"inference.host={cfg.inference.host} inference.port={cfg.inference.port}"
+        listener = stack.enter_context(listen(cfg.inference.host, cfg.inference.port, named))
+        path, name = cfg.model.path, "tiny"
+        if path is not None:
+            path, name = resolve_model_path(path), path
+        else:
+            from trainer.models.tiny import TinyShape, build_tiny
+
+            path = stack.enter_context(PrivateDirectory(tempfile.gettempdir(), "trainer-model-", 8)).path
+            build_tiny(TinyShape.of(cfg.model.tiny), path)  # with random weights
         try:
             asyncio.run(_serve(cfg, token, listener, path, name))
         except Stopped:
@@ -59,21 +69,6 @@ def check(cfg: Config) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError("trainer inference: vLLM is not installed; install trainer[cpu] or trainer[gpu]")
     return token
-
-
-@contextlib.contextmanager
-def _model(cfg: Config) -> Any:
-    """Yield path and name of the model: `model.path`, or the built-in one with random weights."""
-    from trainer.models.files import resolve_model_path
-
-    if cfg.model.path is not None:
-        yield resolve_model_path(cfg.model.path), cfg.model.path
-        return
-    from trainer.models.tiny import TinyShape, build_tiny
-
-    with PrivateDirectory(tempfile.gettempdir(), "trainer-model-", 8) as directory:
-        build_tiny(TinyShape.of(cfg.model.tiny), directory.path)
-        yield directory.path, "tiny"
 
 
 async def _serve(cfg: Config, token: str | None, listener: socket.socket, path: str, name: str) -> None:
