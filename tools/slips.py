@@ -142,8 +142,8 @@ SLIPS = {
     ),
     "epoch_order": Slip(
         "data/ledger.py",
-        'permutation(count, self._seed, "epoch", epoch)',
-        'permutation(count, self._seed, "epoch", 0)',
+        'self._seed, *name, epoch)',
+        'self._seed, *name, 0)',
         "unit/data/test_ledger.py",
     ),
     "row_twice": Slip(
@@ -190,13 +190,13 @@ SLIPS = {
         "unit/parallel/test_load_balancing.py",
     ),
     "prompt_learnt": Slip(
-        "data/turns.py",
+        "data/examples.py",
         "[0.0] * len(before) + [1.0] * len(said)",
         "[1.0] * len(before) + [1.0] * len(said)",
         "unit/data/test_turns.py",
     ),
     "end_token": Slip(
-        "data/turns.py",
+        "data/examples.py",
         "if not self._stops.last(reply):",
         "if reply is None:",
         "unit/data/test_turns.py",

@@ -17,17 +17,18 @@ from trainer.config.schema import is_open
 from trainer.data.datasets import Prompt, PromptSet, load_prompts, load_rows, name_in_mix
 from trainer.data.ledger import Ledger, MixLedger, find_curriculum
 from trainer.data.prompt_files import FilePrompts, MixedPrompts, load_large
+from trainer.data.rollout_io import read_episodes
 from trainer.data.row_files import digest_rows
 from trainer.data.tokens import changed_answer
 from trainer.environments.base import check_options
 from trainer.environments.episode_runner import EnvironmentRunner, EpisodeRunner, SingleTurnRunner
+from trainer.episodes import Episode
 from trainer.errors import UserError, one_line, sentences_of
 from trainer.files.documents import flatten
 from trainer.files.redaction import redact
-from trainer.journal.history import identity
+from trainer.journal.history import digest_episodes, identity
 from trainer.rewards.scorer import Scorer
 from trainer.rewards.terms import reward_functions
-from trainer.sources.replay import recorded_prompts
 
 LOG = logging.getLogger(__name__)
 
@@ -76,6 +77,41 @@ def read_prompts(cfg: Config, split: str, tokenizer: Any) -> PromptSet:
             one_line(f"{text!r:.80}"),
         )
     return found
+
+
+def recorded_prompts(cfg: Config, tokenizer: Any) -> list[Prompt]:
+    """Return a prompt for each recorded group of a source, with its episodes, in the order of the files.
+
+    Args:
+        cfg: of a run on the source alone (`Config.of_source`).
+
+    Raises:
+        UserError: a file holds no rollouts, or those of another tokenizer; or a sample has no log-probs or is too long.
+    """
+    groups: dict[tuple[str, str], list[Episode]] = {}
+    for file in cfg.data.train_files:
+        for episode in read_episodes(file, tokenizer, f"{cfg.data.name_of('replay')}=true"):
+            groups.setdefault((file, episode.group), []).append(episode)
+    prompts = [_recorded_prompt(cfg, *key, some) for key, some in groups.items()]
+    most = len(prompts) if cfg.data.train_size < 0 else cfg.data.train_size
+    return [dataclasses.replace(one, index=index) for index, one in enumerate(prompts[:most])]
+
+
+def _recorded_prompt(cfg: Config, file: str, group: str, episodes: list[Episode]) -> Prompt:
+    longest, name = cfg.longest_row, cfg.data.name_of("files")
+    for sample in (sample for episode in episodes for sample in episode.samples):
+        if sample.logprobs is None:
+            raise UserError(f"{name}: {file}, group {group}: has no log-probs, because nobody sampled it; leave it out")
+        if len(sample.token_ids) > longest:
+            raise UserError(
+                f"{name}: {file}, group {group}: has a sample of {len(sample.token_ids)} tokens, and sequences of this "
+                f"run have at most {longest}; raise rollout.max_prompt_tokens or rollout.max_response_tokens"
+            )
+    first = episodes[0]
+    messages, _ = first.split_messages()
+    text = messages[-1]["content"] if messages else ""
+    # The ledger compares rows, so the row stands for all that is trained on.
+    return Prompt(0, (), text, first.answer, {"recorded": digest_episodes(episodes)}, messages, recorded=episodes)
 
 
 def read_source(cfg: Config, source: str, tokenizer: Any) -> PromptSet:

@@ -40,7 +40,6 @@ from trainer.sources.episode_metrics import (
     mix_progress,
     staleness,
 )
-from trainer.sources.replay import replayed
 from trainer.sources.rollouts import Group, Rollouts
 from trainer.sources.routes import prompt_ledger
 
@@ -331,8 +330,15 @@ class SamplingSource:
         return groups
 
     def _recorded(self, index: SampleIndex) -> RowGroup:
-        prompt = self.ledger.row(index)
-        return RowGroup(index, list(replayed(prompt, _group_of(prompt, index))))
+        """Return the recorded episodes of a row. Their samples say that they are another policy's."""
+        prompt: Prompt = self.ledger.row(index)
+        group, episodes = _group_of(prompt, index), []
+        for number, episode in enumerate(prompt.recorded):
+            by = name_in_mix(prompt.source)
+            samples = [replace(sample, sampled_by=sample.sampled_by or by) for sample in episode.samples]
+            about = {"uid": f"{group}:{number}", "group": group, "source": prompt.source, "failure": ""}
+            episodes.append(replace(episode, samples=samples, **about))
+        return RowGroup(index, episodes)
 
     @property
     def _sampling(self) -> Sampling:

@@ -301,7 +301,7 @@ def run_batches(
             add(self, step, dict(list(groups.items())[:room]), history, version, kept)
             added, added_turns = added + len(groups), added_turns + len(turns)
             if room < len(groups):
-                self._writer.wait()
+                self._wait_written()
                 raise Killed
 
         patch.setattr(Journal, "add", add_or_die)

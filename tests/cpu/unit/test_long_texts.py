@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.checkpoint.buckets import _reason
-from trainer.data.turns import Stops
+from trainer.data.examples import Stops
 from trainer.errors import is_unreachable
 from trainer.files.documents import dump_yaml
 from trainer.files.redaction import name_secrets, redact_command, redact_text

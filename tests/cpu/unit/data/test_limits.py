@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.config import DataConfig, SFTConfig
 from trainer.data import examples, tokens
 from trainer.data.datasets import load_prompts
-from trainer.data.turns import Stops
+from trainer.data.examples import Stops
 from trainer.errors import UserError
 
 LONG = "x" * 5_000_000

@@ -12,8 +12,8 @@ import pytest
 
 from trainer.config import DataConfig, SFTConfig
 from trainer.data import examples
+from trainer.data.examples import Stops
 from trainer.data.rollout_io import write_rollouts
-from trainer.data.turns import Stops
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny

@@ -12,8 +12,7 @@ from tests.support.chat_templates import GEMMA3, LLAMA3, QWEN3_THINKING
 from tests.support.tool_templates import make_tokenizer, tokenizer_of
 from trainer.config import SFTConfig
 from trainer.data.datasets import render_text
-from trainer.data.examples import encode
-from trainer.data.turns import Stops
+from trainer.data.examples import Stops, encode
 from trainer.episodes import Sample
 from trainer.errors import UserError
 from trainer.models.tokenizer import stop_token_ids

@@ -15,8 +15,7 @@ from tests.cpu.unit.environments.test_tools import Calculator
 from tests.support.chat_templates import TEMPLATES
 from trainer.config import SFTConfig, compose
 from trainer.data.datasets import read_examples
-from trainer.data.examples import encode
-from trainer.data.turns import Stops
+from trainer.data.examples import Stops, encode
 from trainer.environments import StepResult, supervised_chat
 from trainer.environments.conversation import Conversation
 from trainer.errors import UserError

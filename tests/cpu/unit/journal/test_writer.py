@@ -27,7 +27,7 @@ def number_of_files(root: Path) -> int:
 
 
 def of_writing(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "trainer.journal.writer"]
+    return [record.getMessage() for record in caplog.records if record.name == "trainer.journal.journal"]
 
 
 def test_after_a_stall_the_journal_writes_again_and_what_it_has_is_whole(tmp_path, monkeypatch, caplog):
@@ -40,7 +40,7 @@ def test_after_a_stall_the_journal_writes_again_and_what_it_has_is_whole(tmp_pat
         flows.clear()
         train(journal, range(2, 5))  # steps 3 and 4 do not wait for the write that hangs
         flows.set()
-    wait_until(journal._writer.is_idle)
+    wait_until(journal.is_idle)
     train(journal, range(5, 8))
     journal.close()
     assert steps_on_disk(tmp_path) == {1, 2, 6, 7}, "the end of step 5 has tried again"
@@ -107,10 +107,10 @@ def test_a_batch_that_takes_long_is_written_in_fewer_files(tmp_path, monkeypatch
     journal = opened(tmp_path)
     journal.add(1, {"a": group("a")})
     wait_until(lambda: number_of_files(tmp_path) == 1)
-    journal._writer._begun[1] -= 3600
+    journal._begun[1] -= 3600
     for name in "bc":
         journal.add(1, {name: group(name)})
-        assert journal._writer._delay_s() >= 36
+        assert journal._delay_s() >= 36
         time.sleep(0.2)
     assert number_of_files(tmp_path) == 1
     journal.wait()

@@ -60,7 +60,7 @@ def test_what_cannot_be_imported_or_read_is_refused_by_its_key(cfg, section, key
 
 def test_ranks_cannot_give_rewards_while_they_train(cfg):
     cfg.rollout.ahead = 1
-    given = SimpleNamespace(cfg=cfg)
+    given = SimpleNamespace(cfg=cfg, tokenizer=None)
     with pytest.raises(UserError, match="^rollout.ahead=1: the ranks cannot give rewards while they train; choose 0$"):
         sample_episodes(given, make_scorer=lambda given: RankScorer("reward", lambda role, samples: []))
 
