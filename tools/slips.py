@@ -142,8 +142,8 @@ SLIPS = {
     ),
     "epoch_order": Slip(
         "data/ledger.py",
-        'self._seed, *name, epoch)',
-        'self._seed, *name, 0)',
+        "self._seed, *name, epoch)",
+        "self._seed, *name, 0)",
         "unit/data/test_ledger.py",
     ),
     "row_twice": Slip(

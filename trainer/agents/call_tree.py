@@ -31,32 +31,21 @@ from trainer.generation.engine import Completion
 class Turn:
     """One reply of the policy, and the prompt that it answers."""
 
-    number: int
-    """Of the turn, in the order of arrival."""
-    key: str
-    """The same for the same prompt in another attempt, whatever the order of arrival."""
-    parent: Turn | None
-    """The turn whose history this one continues."""
-    continues: bool
-    """The prompt begins with the tokens of the parent, its reply included."""
+    number: int  # of the turn, in the order of arrival
+    key: str  # the same for the same prompt in another attempt, whatever the order of arrival
+    parent: Turn | None  # the turn whose history this one continues
+    continues: bool  # the prompt begins with the tokens of the parent, its reply included
     added: np.ndarray
     """`(T,)` int32, the tokens of the prompt behind those of the parent, if it continues it; otherwise all."""
     prompt_length: int
-    conversation: Conversation
-    """It has its tokens only until the reply is there."""
-    history: str
-    """Digest of all messages that the turn answers."""
-    is_side: bool = False
-    """The reply is not a part of the task, and not trained."""
-    player: str = ""
-    """Who has asked."""
+    conversation: Conversation  # it has its tokens only until the reply is there
+    history: str  # digest of all messages that the turn answers
+    is_side: bool = False  # the reply is not a part of the task, and not trained
+    player: str = ""  # who has asked
     completion: Completion | None = None
-    reply: str = ""
-    """The text of the reply as the agent gets it, without calls."""
-    stop: str | None = None
-    """Which text of its request has ended the reply."""
-    is_delivered: bool = False
-    """The agent has got the reply."""
+    reply: str = ""  # the text of the reply as the agent gets it, without calls
+    stop: str | None = None  # which text of its request has ended the reply
+    is_delivered: bool = False  # the agent has got the reply
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -310,8 +299,7 @@ class Answer:
     request: ChatRequest
     model: str
     turn: Turn
-    message: ChatMessage = ChatMessage("assistant", "")
-    """The reply; empty while it is under way."""
+    message: ChatMessage = ChatMessage("assistant", "")  # the reply; empty while it is under way
 
     @property
     def name(self) -> str:

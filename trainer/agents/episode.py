@@ -49,8 +49,7 @@ class Call:
         self.request = dataclasses.replace(request, messages=[], tools=())  # the turn has what it needs of these
         self.turn = turn
         self.reply: asyncio.Future[ChatMessage] = asyncio.get_running_loop().create_future()
-        self.readers = 0
-        """Connections that wait for the reply."""
+        self.readers = 0  # connections that wait for the reply
         self.reply.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody may wait
 
     @contextlib.contextmanager

@@ -45,8 +45,7 @@ class ChatMessage:
     role: str
     content: str
     calls: tuple[ToolCall, ...] = ()
-    call_id: str = ""
-    """Of the call that the answer of a tool belongs to."""
+    call_id: str = ""  # of the call that the answer of a tool belongs to
 
     @property
     def message(self) -> Message:

@@ -37,12 +37,19 @@ class MessagesWire:
         if not isinstance(edits, list) or any(not isinstance(e, Mapping) or e.get("keep") != "all" for e in edits):
             field = "context_management"
             raise ApiError(f"{field}: the agent keeps its own history; leave it out", field, "unsupported_value")
+        config = given.pop("output_config", {})
+        if not isinstance(config, Mapping) or not set(config) <= {"effort", "format", "task_budget"}:
+            raise ApiError("output_config may hold effort and format", "output_config")
+        is_side = config.get("format") is not None  # JSON without tools: a client asks so for the title of a session
+        if is_side and tools:
+            field = "output_config.format"
+            raise ApiError(f"{field}: the policy writes what it writes; leave it out", field, "unsupported_value")
         return ChatRequest(
             messages=in_order(messages),
             tools=tools,
             max_tokens=take_limit(given, "max_tokens"),
             stop=take_stops(given, "stop_sequences"),
-            is_side=_is_side(given.pop("output_config", {}), tools),
+            is_side=is_side,
         )
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -164,13 +171,3 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ApiError(f"{where} must be a tool of the agent's own (type custom), with a name", where)
     described = {"description": tool["description"]} if "description" in tool else {}
     return {"name": tool.get("name"), "parameters": tool.get("input_schema", {}), **described}
-
-
-def _is_side(config: Any, tools: tuple[Any, ...]) -> bool:
-    """Return whether a request wants JSON and has no tools: a client asks so for the title of a session."""
-    if not isinstance(config, Mapping) or not set(config) <= {"effort", "format", "task_budget"}:
-        raise ApiError("output_config may hold effort and format", "output_config")
-    if config.get("format") is not None and tools:
-        field = "output_config.format"
-        raise ApiError(f"{field}: the policy writes what it writes; leave it out", field, "unsupported_value")
-    return config.get("format") is not None

@@ -39,19 +39,14 @@ class ChatRequest:
 
     messages: list[ChatMessage]
     tools: tuple[dict[str, Any], ...]
-    max_tokens: int | None
-    """None: as many as the run allows."""
-    reads_calls: bool = False
-    """Calls of tools in the reply are told from its text."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a reply."""
+    max_tokens: int | None  # None: as many as the run allows
+    reads_calls: bool = False  # calls of tools in the reply are told from its text
+    stop: tuple[str, ...] = ()  # texts that end a reply
     stream: bool = False
-    include_usage: bool = False
-    """A streamed answer of the chat API ends with the number of tokens."""
+    include_usage: bool = False  # a streamed answer of the chat API ends with the number of tokens
     is_side: bool = False
     """Not a part of the task, such as a title: the reply is sampled and not trained."""
-    player: str = ""
-    """Who of the agent's players asks."""
+    player: str = ""  # who of the agent's players asks
     digest: str = ""
     """Of all fields but those of the connection. A request that is repeated has the same."""
 
@@ -87,8 +82,7 @@ class Rules:
 class Wire(Protocol):
     """An API of the endpoint, for one episode."""
 
-    without_effect: frozenset[str]
-    """Fields that change no token: the run draws with its own seeds."""
+    without_effect: frozenset[str]  # fields that change no token: the run draws with its own seeds
     neutral: Mapping[str, tuple[Any, ...]]
     """Fields that the endpoint accepts with these values alone."""
 

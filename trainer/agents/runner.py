@@ -27,8 +27,7 @@ from trainer.seeding import environment_seed, turn_seed
 
 LOG = logging.getLogger(__name__)
 
-MODEL = "policy"
-"""Name of the policy in requests."""
+MODEL = "policy"  # name of the policy in requests
 _LIMIT = "environment.timeout_s"
 
 
@@ -51,8 +50,7 @@ class AgentSession:
         end: Callable[[AgentEpisode], None],
         episode_id: str = "",
     ):
-        self.result: AgentResult | None = None
-        """None: the agent has failed."""
+        self.result: AgentResult | None = None  # None: the agent has failed
         self.status = self.failure = ""
         """Why the episode has ended: `timeout` or `failed` if the agent has failed. And the reason."""
         self.error = ""

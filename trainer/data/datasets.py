@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +25,8 @@ from trainer.files.hf_hub import first_line
 from trainer.process import time_limits
 from trainer.process.watchdog import deadline
 
-_CHECKED_ROWS = 1000
-"""Number of rows of each file that are checked before anything starts."""
-_BATCH = 256
-"""Prompts that are rendered and encoded together."""
+_CHECKED_ROWS = 1000  # number of rows of each file that are checked before anything starts
+_BATCH = 256  # prompts that are rendered and encoded together
 
 Example = dict[str, Any]
 """`prompt` (a string or chat messages), `answer` (a string) and, from files, the complete `row`; of a complete chat the
@@ -69,10 +68,8 @@ def of_source(purpose: str, sources: Iterable[str]) -> str:
 @dataclass(frozen=True)
 class PromptSet:
     prompts: Sequence[Prompt]
-    dropped: int
-    """Number of prompts that were too long."""
-    first_dropped: str = ""
-    """Which row of the data the first of them is, if there is one."""
+    dropped: int  # number of prompts that were too long
+    first_dropped: str = ""  # which row of the data the first of them is, if there is one
 
     def dropped_line(self, max_prompt_tokens: int) -> str:
         """Return a line for the log; empty: none was dropped."""
@@ -278,6 +275,20 @@ def as_messages(prompt: Any, system_prompt: str | None) -> list[dict[str, str]]:
     """Return a prompt as chat messages, which `read_chat` has read."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    limit: float = math.inf,
+) -> list[int]:
+    """Return the token ids of a chat (see `render_text`).
+
+    Raises:
+        TextTooLong: the text has more than `limit` characters.
+    """
+    return encode(tokenizer, render_text(tokenizer, messages, add_generation_prompt), limit)
 
 
 def render_text(

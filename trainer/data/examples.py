@@ -69,8 +69,7 @@ class Row:
         self._text = ""
         self.token_ids: list[int] = []
         self.mask: list[float] = []
-        self.prompt = ""
-        """The text before the last reply."""
+        self.prompt = ""  # the text before the last reply
 
     def goes_on(self, prompt: str) -> bool:
         """Return whether a prompt begins with this row, which ends with a stop token."""
@@ -335,8 +334,7 @@ class Pair:
 
     chosen: Sample
     rejected: Sample
-    margin: float = 0.0
-    """By how much the score of the chosen answer should be higher."""
+    margin: float = 0.0  # by how much the score of the chosen answer should be higher
 
     @property
     def samples(self) -> tuple[Sample, Sample]:

@@ -25,8 +25,7 @@ from trainer.import_utils import import_function, user_code
 from trainer.seeding import permutation
 
 _FORMAT = 1  # of `state_dict`
-_FORMAT_OF_MIX = 2
-"""Of the state of a `MixLedger`."""
+_FORMAT_OF_MIX = 2  # of the state of a `MixLedger`
 _HOW_TO_FORK = (
     "fork the checkpoint (trainer.resume_mode=from_path) with "
     "trainer.load_components=[weights,optimizer,rng,state], which begins the new data at its first row"
@@ -70,11 +69,9 @@ def find_curriculum(path: str, key: str) -> Curriculum:
 class SampleIndex:
     """Names one row, as one epoch draws it."""
 
-    dataset: int
-    """Number of the source in a mix; 0 without one."""
+    dataset: int  # number of the source in a mix; 0 without one
     epoch: int
-    index: int
-    """Of the row in the data set."""
+    index: int  # of the row in the data set
 
 
 class Ledger:

@@ -38,28 +38,22 @@ from trainer.files.atomic_io import digest_bytes, read_file, write_file
 
 LOG = logging.getLogger(__name__)
 
-FOLDER = ".data"
-"""In the run directory, with an index of the rows of each source."""
+FOLDER = ".data"  # in the run directory, with an index of the rows of each source
 _FORMAT = 1
-_LARGE = 16 << 20
-"""Bytes of files whose prompts are not held in memory."""
-_MOST_FILES = 64
-"""They stay open, so that a run does not notice that one is replaced."""
+_LARGE = 16 << 20  # bytes of files whose prompts are not held in memory
+_MOST_FILES = 64  # they stay open, so that a run does not notice that one is replaced
 _SETTLED_S = 2.0
 """A file that was changed so shortly before may change again without another time, on file systems with coarse ones."""
 _ROW = np.dtype([("index", "u4"), ("file", "u1"), ("line", "u4"), ("start", "u8"), ("bytes", "u4"), ("hash", "u8")])
-_ROWS = 4096
-"""Rows that are Python objects at the same time."""
+_ROWS = 4096  # rows that are Python objects at the same time
 
 
 @dataclasses.dataclass(frozen=True)
 class _Index:
     """What is kept of the rows of files."""
 
-    rows: np.ndarray
-    """Of the prompts that are not too long, as `_ROW`."""
-    digest: str
-    """Of the prompts, as a ledger compares them."""
+    rows: np.ndarray  # of the prompts that are not too long, as `_ROW`
+    digest: str  # of the prompts, as a ledger compares them
     dropped: int = 0
     first_dropped: str = ""
     unseen: Sequence[Unseen] = ()
@@ -194,8 +188,7 @@ class FilePrompts(_Prompts):
     def __init__(self, data: DataConfig, tokenizer: Any, key: str, files: Sequence[str], index: _Index, as_rows: bool):
         self._data, self._tokenizer, self._key, self._files = data, tokenizer, key, files
         self._rows, self._as_rows, self._name = index.rows, as_rows, ""
-        self.digest = index.digest
-        """What `digest_rows` returns for them, as a ledger calls it."""
+        self.digest = index.digest  # what `digest_rows` returns for them, as a ledger calls it
         self._handles = [os.open(file, os.O_RDONLY) for file in files]
         self._lock = threading.Lock()
         weakref.finalize(self._lock, lambda handles: [os.close(handle) for handle in handles], self._handles)

@@ -24,8 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SLICE = 64
 """Rows of a table that are Python objects at the same time: a token of them takes ten times the memory."""
 
-Rows = Iterator[tuple[str, Any]]
-"""(where, row): the location for error messages, and the row."""
+Rows = Iterator[tuple[str, Any]]  # (where, row): the location for error messages, and the row
 
 
 def read_rows(file: str, key: str) -> Rows:
@@ -89,8 +88,7 @@ class Line(NamedTuple):
     """A line of a file that is not blank."""
 
     number: int
-    start: int
-    """Bytes before it."""
+    start: int  # bytes before it
     text: bytes
 
 

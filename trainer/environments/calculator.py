@@ -10,12 +10,9 @@ from decimal import Context, Decimal, Inexact, localcontext
 from fractions import Fraction
 from typing import Any
 
-_LONGEST = 1000
-"""Most characters of an expression."""
-_BITS = 1024
-"""Most bits of a number, below and above the fraction line."""
-_DIGITS = 20
-"""Most digits of an exact result that is not whole."""
+_LONGEST = 1000  # most characters of an expression
+_BITS = 1024  # most bits of a number, below and above the fraction line
+_DIGITS = 20  # most digits of an exact result that is not whole
 _LARGEST_EXPONENT = 400
 _GROUPED = re.compile(r"(?<![\w.,])\d{1,3}(,\d{3})+(?![\d_,])")
 """A number with commas between its thousands."""

@@ -48,8 +48,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._limit = limit
         self._reader = reader
-        self._tools: list[Any] | None = None
-        """Those that the chat template describes."""
+        self._tools: list[Any] | None = None  # those that the chat template describes
         self.messages: list[Message] = list(messages)
         self._outline: list[Message] = list(messages)
         """The messages as the template gets them, with `REPLY_MARK` in place of what the policy said."""

@@ -63,13 +63,11 @@ class Asks(Protocol):
 class RolloutRequest:
     """One episode to run."""
 
-    prompt: Prompt
-    """With an environment, its row: the environment writes the messages."""
+    prompt: Prompt  # with an environment, its row: the environment writes the messages
     group: str
     """Names the prompt in this epoch. With the next two, it keys every random draw."""
     step: int
-    number: int
-    """Of the episode, among those of the group."""
+    number: int  # of the episode, among those of the group
     sampling: Sampling
 
     @property
@@ -126,7 +124,7 @@ class SingleTurnRunner(EpisodeRunner):
 
 
 class Session:
-    """The environment of one episode on the driver: the calls and the answers so far.
+    """An episode with an environment on the driver: the calls and the answers so far, and the conversations.
 
     Args:
         key: names the episode, also after a kill: the ids of its steps are digests of it and of the replies.
@@ -150,22 +148,18 @@ class Session:
         self._key = key
         self._step_ids: list[str] = []
         self._recorded = recorded
-        self.replies: list[Message] = []
-        """The replies of the policy."""
+        self.replies: list[Message] = []  # the replies of the policy
         self.steps: list[StepResult] = []
         """The answers of the environment: the first messages, then a step for each reply."""
-        self.ended = False
-        """The episode needs no more steps."""
+        self.ended = False  # the episode needs no more steps
         self.status = ""
         """Why the episode has ended: `timeout` or `failed` if the environment has failed."""
-        self.failure = ""
-        """Why the environment has failed."""
-        self.is_spared = False
-        """The policy cannot have caused the failure."""
-        self.failures = 0
-        """Calls that have failed."""
-        self.worker: Any = None
-        """The process that has the environment."""
+        self.failure = ""  # why the environment has failed
+        self.is_spared = False  # the policy cannot have caused the failure
+        self.conversations: dict[str, Conversation] = {}  # of each player that has been asked
+        self.was_cut = False  # the last reply has reached its limit
+        self.failures = 0  # calls that have failed
+        self.worker: Any = None  # the process that has the environment
         self._answered = 0  # calls that the present environment has answered, or the one whose state is loaded
         self._is_stored = True  # it is not made: its recorded answers are enough so far, and its state
         self._number = next(_NUMBERS)  # its name in messages to the process
@@ -294,6 +288,22 @@ class Session:
                 totals[name] += value
         return dict(totals)
 
+    @property
+    def conversation(self) -> Conversation:
+        """Of the player whose turn it is."""
+        return self.conversations[self.steps[-1].player]
+
+    def samples(self) -> list[Sample]:
+        """Return the samples of all players, with the rewards of those that have names."""
+        found = []
+        for player, conversation in self.conversations.items():
+            reward = self.reward_of(player) if player and not self.failure else None
+            found += [dataclasses.replace(one, reward=reward, player=player) for one in conversation.samples()]
+        return [sample for sample in found if not sample.player or sample.mask.any()] or found
+
+    def end(self, status: str) -> None:
+        self.status, self.ended = status, True
+
     def fail(self, status: str, reason: str, by_policy: bool = True) -> None:
         """End the episode. `by_policy`: a reply may have caused the failure, if there was one."""
         if not self.ended:
@@ -319,34 +329,6 @@ class EnvironmentPool(WorkerPool):
             concurrency=MAX_ASYNC_SESSIONS,
             largest_message=largest_message(most_characters),
         )
-
-
-class RunningEpisode(Session):
-    """An episode with an environment, while it runs."""
-
-    def __init__(self, request: RolloutRequest, run_seed: int, turns: EpisodeTurns):
-        seed = environment_seed(run_seed, request.group)
-        super().__init__(request.prompt.row, seed, turns.key, turns.recorded_answer)
-        self.conversations: dict[str, Conversation] = {}
-        """Of each player that has been asked."""
-        self.was_cut = False
-        """The last reply has reached its limit."""
-
-    @property
-    def conversation(self) -> Conversation:
-        """Of the player whose turn it is."""
-        return self.conversations[self.steps[-1].player]
-
-    def samples(self) -> list[Sample]:
-        """Return the samples of all players, with the rewards of those that have names."""
-        found = []
-        for player, conversation in self.conversations.items():
-            reward = self.reward_of(player) if player and not self.failure else None
-            found += [dataclasses.replace(one, reward=reward, player=player) for one in conversation.samples()]
-        return [sample for sample in found if not sample.player or sample.mask.any()] or found
-
-    def end(self, status: str) -> None:
-        self.status, self.ended = status, True
 
 
 class EnvironmentRunner(EpisodeRunner):
@@ -380,7 +362,8 @@ class EnvironmentRunner(EpisodeRunner):
             yield calls
 
     async def run(self, request: RolloutRequest, asks: Asks, together: Any) -> Episode:
-        episode = RunningEpisode(request, self._seed, asks.turns)
+        turns, seed = asks.turns, environment_seed(self._seed, request.group)
+        episode = Session(request.prompt.row, seed, turns.key, turns.recorded_answer)
         try:
             await self._next_answer(episode, asks, together)
             while not episode.ended:
@@ -396,7 +379,7 @@ class EnvironmentRunner(EpisodeRunner):
             together.begin(episode.close(together))
         return self._ended(request, episode)
 
-    async def _next_answer(self, episode: RunningEpisode, asks: Asks, together: Any) -> None:
+    async def _next_answer(self, episode: Session, asks: Asks, together: Any) -> None:
         """Let the environment answer, record that, and add it to the conversation, or end the episode."""
         await episode.answer(together)
         step = episode.steps[-1] if episode.steps else None
@@ -417,7 +400,7 @@ class EnvironmentRunner(EpisodeRunner):
         except UserError as error:  # the chat template refuses the messages
             episode.fail("failed", f"gave messages that have no tokens: {error}")
 
-    def _begin(self, episode: RunningEpisode, step: StepResult) -> None:
+    def _begin(self, episode: Session, step: StepResult) -> None:
         """Begin the conversation of a player. Episodes of one prompt mostly have the same messages, written once."""
         text = json.dumps(step.messages)  # what is rendered differs for 1 and True, and with the order of keys
         try:
@@ -432,7 +415,7 @@ class EnvironmentRunner(EpisodeRunner):
             limit = f"rollout.max_prompt_tokens is {self._most_first}"
             episode.fail("failed", f"has first messages of {size}; {limit}")
 
-    def _ended(self, request: RolloutRequest, episode: RunningEpisode) -> Episode:
+    def _ended(self, request: RolloutRequest, episode: Session) -> Episode:
         samples = episode.samples()
         fields: dict[str, Any] = {
             "status": episode.status,

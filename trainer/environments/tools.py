@@ -234,10 +234,8 @@ class ToolCall:
     """A call of a tool."""
 
     name: str
-    arguments: str
-    """A JSON object."""
-    id: str = field(default="", compare=False)
-    """What its answer calls it; empty: it is not known."""
+    arguments: str  # a JSON object
+    id: str = field(default="", compare=False)  # what its answer calls it; empty: it is not known
 
     def __str__(self) -> str:
         call = json.dumps({"name": self.name, "arguments": json.loads(self.arguments)}, ensure_ascii=False)

@@ -116,8 +116,7 @@ class EpisodeTurns:
 
 
 _ANSWER = "answer "
-_USUAL = vars(StepResult())
-"""What an answer is where its record does not say it."""
+_USUAL = vars(StepResult())  # what an answer is where its record does not say it
 
 
 def reply_name(turn: str, request: Request) -> str:

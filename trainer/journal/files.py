@@ -15,8 +15,7 @@ from trainer.files.atomic_io import digest_bytes, read_file, sync_path
 
 LOG = logging.getLogger(__name__)
 
-_STAGED = ".tmp"
-"""The end of a file that a killed process has not completed."""
+_STAGED = ".tmp"  # the end of a file that a killed process has not completed
 
 
 class RecordFiles:
@@ -33,8 +32,7 @@ class RecordFiles:
 
     def __init__(self, run_dir: str, store: Storage | None, fence: Callable[[], None]):
         self.directory = os.path.join(run_dir, JOURNAL)
-        self.is_on_disk = store is None
-        """Whether they take the disk of the run directory."""
+        self.is_on_disk = store is None  # whether they take the disk of the run directory
         self._storage = store or open_storage(run_dir)
         self._fence = fence
         self._newest = 0

@@ -31,10 +31,8 @@ class Identity:
     Settings that only round in another way, such as the number of ranks, are in neither.
     """
 
-    rollouts: str
-    """Of those that decide rollouts and rewards."""
-    updates: str
-    """Of those that decide the update, and of the ones before."""
+    rollouts: str  # of those that decide rollouts and rewards
+    updates: str  # of those that decide the update, and of the ones before
     by_key: Mapping[str, str] = field(default_factory=dict)
     """Of each setting that decides rollouts and rewards. No code counts, no version and no weights."""
 

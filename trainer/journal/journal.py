@@ -35,8 +35,7 @@ class _Batch:
     """What goes into one file: groups by key."""
 
     step: int
-    about: Mapping[str, str]
-    """Metadata of the file."""
+    about: Mapping[str, str]  # metadata of the file
     groups: dict[str, Sequence[Episode]] = field(default_factory=dict)
     turns: list[TurnRecord] = field(default_factory=list)
     """Of episodes that still run. They go into a file of their own."""
@@ -81,10 +80,8 @@ class Journal:
         self._files = RecordFiles(run_dir, storage, fence)
         self._deletions: list[threading.Thread] = []
         self._tells_lack = tells_lack
-        self.is_on = is_on
-        """Whether records are written and used."""
-        self.replay = Replay(self._files, {})
-        """The records that were there at the start."""
+        self.is_on = is_on  # whether records are written and used
+        self.replay = Replay(self._files, {})  # the records that were there at the start
         self._step = 0  # the last one that is trained
         self._condition = threading.Condition()  # guards all that follows
         self._queue: list[_Batch] = []

@@ -52,21 +52,19 @@ class Replay:
         """Those that were read and not taken, with the step of the last one, by the keys of their episodes."""
         self._replies = 0
         for name, step in names.items():
-            if name not in self._turn_files:
-                self._index(name, step)
-
-    def _index(self, name: str, step: int) -> None:
-        try:
-            keys, about = keys_in(self._files.read(name))
-            sampled_by = (int(about["version"]), about["history"]) if "version" in about else None
-        except FileNotFoundError:  # deleted since, by a commit
-            return
-        except (OSError, ValueError, KeyError) as error:
-            self._note_damage(name, error)
-            return
-        for key in keys:
-            self._records.setdefault(key, []).append(_Record(name, step, sampled_by))
-            self._groups[key_of_group(key)] = step
+            if name in self._turn_files:
+                continue
+            try:
+                keys, about = keys_in(files.read(name))
+                sampled_by = (int(about["version"]), about["history"]) if "version" in about else None
+            except FileNotFoundError:  # deleted since, by a commit
+                continue
+            except (OSError, ValueError, KeyError) as error:
+                self._note_damage(name, error)
+                continue
+            for key in keys:
+                self._records.setdefault(key, []).append(_Record(name, step, sampled_by))
+                self._groups[key_of_group(key)] = step
 
     # ---------------------------------------------------------------------------------------------------
     # Groups of one version of the weights

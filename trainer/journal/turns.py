@@ -16,14 +16,10 @@ _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 class TurnRecord:
     """A reply of the policy, or an answer of the environment to it."""
 
-    key: str
-    """Of the episode."""
-    name: str
-    """Of the reply or the answer, within the episode."""
-    about: Mapping[str, Any]
-    """What else it holds, as JSON knows it."""
-    token_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
-    """`(T,)` int32, of a reply."""
+    key: str  # of the episode
+    name: str  # of the reply or the answer, within the episode
+    about: Mapping[str, Any]  # what else it holds, as JSON knows it
+    token_ids: np.ndarray = field(default_factory=lambda: _NO_TOKENS)  # `(T,)` int32, of a reply
     logprobs: np.ndarray = field(default_factory=lambda: _NO_LOGPROBS)
     """`(T,)` float32, of its tokens."""
     sampled_by: tuple[int, str] | None = None

@@ -75,8 +75,7 @@ class Evaluation:
     metrics: dict[str, float]
     greedy: Sequence[Episode] = ()
     """One episode for each prompt, decoded greedily. Empty: nothing was generated."""
-    sampled: Sequence[Episode] = ()
-    """Episodes for pass@k."""
+    sampled: Sequence[Episode] = ()  # episodes for pass@k
     sets: Mapping[str, Sequence[Episode]] = field(default_factory=dict)
     """The episodes of named sets."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from types import NoneType
 from typing import Any
@@ -44,8 +44,7 @@ class StepBatch:
     """The episodes of a step, with their rewards. Those of one group are together."""
 
     episodes: list[Episode]
-    used: list[UsedRow]
-    """The rows that the step uses up, in the order of the ledger."""
+    used: list[UsedRow]  # the rows that the step uses up, in the order of the ledger
     metrics: dict[str, float]
 
 
@@ -114,17 +113,14 @@ def ahead_component(
                 batches[step], saved = decode_batch(checkpoint.files.read(path))
             changed |= {key for key in settings if saved.get(key) != settings[key]}
         if batches and (changed or not restore.kinds >= _OF_WEIGHTS):
+            first, last = min(batches), max(batches)
             LOG.warning(
                 "%s: its rollouts of %s are of other %s, and are generated again",
                 checkpoint.path,
-                _listed(sorted(batches)),
+                f"step {first}" if len(batches) == 1 else f"steps {first} to {last}",
                 ", ".join(sorted(changed)) or "weights",
             )
             batches = {}
         hold(batches)
 
     return Component(_PART, begin, load, ("data",), "holds no rollouts of steps ahead" if works_ahead else "")
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

@@ -28,8 +28,7 @@ def episode_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float
             for source, some in sorted(by_source.items())
             for name, value in _metrics_of_source(cfg.of_source(source), some).items()
         }
-    metrics = means("reward", reward_terms(episodes)) | player_metrics(episodes)
-    return metrics | (_turn_metrics(episodes) if cfg.environment.name else {})
+    return _shared_metrics(cfg, episodes)
 
 
 def player_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -84,15 +83,16 @@ def _metrics_of_source(cfg: Config, episodes: Sequence[Episode]) -> dict[str, fl
         for player, reward in episode.player_rewards.items():
             groups.setdefault((episode.group, player), set()).update([] if reward is None else [reward])
     metrics["reward/zero_std_frac"] = float(np.mean([len(rewards) < 2 for rewards in groups.values()]))
-    metrics |= means("reward", reward_terms(episodes)) | player_metrics(episodes)
-    return metrics | (_turn_metrics(episodes) if cfg.environment.name else {})
+    return metrics | _shared_metrics(cfg, episodes)
 
 
-def _turn_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the metrics of episodes with an environment."""
-    metrics = means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
-    metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
-    metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
+def _shared_metrics(cfg: Config, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of rewards and players, and, with an environment, of what it counts."""
+    metrics = means("reward", reward_terms(episodes)) | player_metrics(episodes)
+    if cfg.environment.name:
+        metrics |= means("episode", [episode.metrics for episode in episodes if episode.reward is not None])
+        metrics["episode/turns/mean"] = float(np.mean([episode.turns for episode in episodes]))
+        metrics["episode/tokens/mean"] = float(np.mean([episode.length for episode in episodes]))
     return metrics
 
 

@@ -22,8 +22,7 @@ from trainer.sources.rollouts import Rollouts
 
 LOG = logging.getLogger(__name__)
 
-VALIDATION = "validation"
-"""The name of an evaluation in the timeline."""
+VALIDATION = "validation"  # the name of an evaluation in the timeline
 
 
 class LossEvaluator:

@@ -42,12 +42,9 @@ _IN_FLIGHT = "in flight"
 class GroupState(Enum):
     """The state of one group."""
 
-    RUNNING = "running"
-    """Its episodes are sampled, or it waits for the weights of a record."""
-    FINISHED = "finished"
-    """All of it is there."""
-    TAKEN = "taken"
-    """A step uses it up: the step trains on it, or has filtered it out."""
+    RUNNING = "running"  # its episodes are sampled, or it waits for the weights of a record
+    FINISHED = "finished"  # all of it is there
+    TAKEN = "taken"  # a step uses it up: the step trains on it, or has filtered it out
 
 
 class Flight:
@@ -176,12 +173,9 @@ class _FlyingGroup:
         self.row = row
         self.last_step = last_step
         self.version = version
-        self.is_needed = False
-        """The next step needs it: it waits for no later weights."""
-        self.groups: list[Group] = []
-        """Its episodes, and its baseline."""
-        self.sampled_by: list[int] = []
-        """The versions that its records name."""
+        self.is_needed = False  # the next step needs it: it waits for no later weights
+        self.groups: list[Group] = []  # its episodes, and its baseline
+        self.sampled_by: list[int] = []  # the versions that its records name
         self.began_at = time.monotonic()
         self.ended_at: float | None = None
         self.task: asyncio.Task[RowGroup]
@@ -260,8 +254,7 @@ class InFlightSource(SamplingSource):
         self._flying: dict[int, _FlyingGroup] = {}
         """The groups that are admitted and not committed, by their numbers."""
         self._flight = self._new_flight()
-        self._used: list[int] = []
-        """The groups that the step uses up."""
+        self._used: list[int] = []  # the groups that the step uses up
         self._published_at = time.monotonic()
 
     def _new_flight(self) -> Flight:
@@ -380,30 +373,21 @@ class InFlightSource(SamplingSource):
             for flying in next_ones:
                 flying.is_needed = True
             self.changes.notify()
-            running = [flying for flying in next_ones if not flying.task.done()]
             for flying in next_ones:
                 if flying.task.done():
                     flying.task.result()  # raises what has ended it
-            if running:
-                await asyncio.wait([flying.task for flying in running], return_when=asyncio.FIRST_COMPLETED)
+            if running := [flying.task for flying in next_ones if not flying.task.done()]:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         self._used += numbers
         failpoint("in_flight:taken")
         taken = [self._flying[number] for number in numbers]
         for flying in taken:
             for group in flying.groups:
                 step.replies.update(group.replies)
-        self._judge(taken, step.step)
+        for number, purpose in enumerate((f"step {step.step}", f"the baselines of step {step.step}")):
+            if asked := [flying.groups[number] for flying in taken if number < len(flying.groups)]:
+                self.rollouts.judge(asked, purpose)
         return [flying.task.result() for flying in taken]
-
-    def _judge(self, taken: Sequence[_FlyingGroup], step: int) -> None:
-        """Log the failures of groups that a step has taken, and record these.
-
-        Raises:
-            UserError: too many have failed.
-        """
-        for number, purpose in enumerate((f"step {step}", f"the baselines of step {step}")):
-            if groups := [flying.groups[number] for flying in taken if number < len(flying.groups)]:
-                self.rollouts.judge(groups, purpose)
 
     async def _with_baselines(self, groups: Sequence[RowGroup], step: StepInFlight) -> list[RowGroup]:
         return list(groups)  # they have them
@@ -420,10 +404,7 @@ class InFlightSource(SamplingSource):
         ahead = [dataclasses.replace(of_ahead, if_missing="") for of_ahead in super().components()]
         return [*ahead, dataclasses.replace(component, if_missing="was not sampled in flight")]
 
-    def _other_tasks(self) -> list[asyncio.Task[Any]]:
-        return [flying.task for flying in self._flying.values()]
-
-    def _cancel(self) -> None:
-        super()._cancel()
+    def _cancel(self, *more: asyncio.Task[Any]) -> None:
+        super()._cancel(*more, *(flying.task for flying in self._flying.values()))
         self._flying, self._flight, self._used = {}, self._new_flight(), []
         self.running = "abort"  # nobody waits for what the engines still generate

@@ -32,8 +32,7 @@ from trainer.sources.routes import Route
 
 LOG = logging.getLogger(__name__)
 
-_FEWEST_ROWS = 4
-"""Of a source, whose failures say that the source is broken and not a row."""
+_FEWEST_ROWS = 4  # of a source, whose failures say that the source is broken and not a row
 _OUTCOMES = {
     ("reward", "leave_out"): "are left out",
     ("reward", "zero"): "count as 0",
@@ -63,14 +62,11 @@ class Group:
         step: int,
     ):
         self.journal, self.requests, self.route, self.step = journal, requests, route, step
-        self.order = 0
-        """Among those that begin together."""
+        self.order = 0  # among those that begin together
         self.found: dict[int, Episode] = {}
         """Those that the journal had, by the indices of their requests."""
-        self.made: dict[int, Episode] = {}
-        """Those that were run, with their rewards."""
-        self.asks: dict[int, _Asks] = {}
-        """How those that run ask for replies."""
+        self.made: dict[int, Episode] = {}  # those that were run, with their rewards
+        self.asks: dict[int, _Asks] = {}  # how those that run ask for replies
         self.replies: Counter[str] = Counter()
         """How many replies were sampled, and how many the journal had, as `journal/…` names them."""
         self._history = history
@@ -153,10 +149,8 @@ class Group:
 class _Asks:
     """How one episode asks for completions (see `trainer.environments.episode_runner.Asks`)."""
 
-    request: Request
-    """The one that waits for the others of its batch."""
-    recorded: Completion | None
-    """What the journal has as its completion."""
+    request: Request  # the one that waits for the others of its batch
+    recorded: Completion | None  # what the journal has as its completion
     reply: asyncio.Future[Completion]
 
     def __init__(self, together: _Together, order: tuple[int, int], turns: EpisodeTurns):

@@ -32,8 +32,7 @@ from trainer.rewards.terms import reward_functions
 
 LOG = logging.getLogger(__name__)
 
-VAL_SETS = "val_sets."
-"""Beginning of the names of the sources that are validation sets."""
+VAL_SETS = "val_sets."  # beginning of the names of the sources that are validation sets
 
 
 def train_sources(cfg: Config) -> list[str]:
@@ -157,11 +156,9 @@ def _ledger_of_source(cfg: Config, prompts: Sequence[Prompt], name: str = "") ->
 class Route:
     """How the episodes of one source are run, and what rewards them."""
 
-    cfg: Config
-    """Of a run on this source alone (`Config.of_source`)."""
+    cfg: Config  # of a run on this source alone (`Config.of_source`)
     episodes: EpisodeRunner
-    scorer: Scorer | None
-    """None: the environment gives the rewards, or all are 0."""
+    scorer: Scorer | None  # None: the environment gives the rewards, or all are 0
     decides: str = ""
     """Of a validation set: a digest of its environment and its reward, which the settings of the run do not hold."""
 

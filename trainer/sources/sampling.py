@@ -127,10 +127,8 @@ class SamplingSource:
         self._history = ""  # of these weights
         self._steps: dict[int, StepInFlight] = {}
         """The batches that are made, or were made by this process, of the steps that are not committed."""
-        self._held: dict[int, StepBatch] = {}
-        """Those of a checkpoint."""
-        self._trained: dict[int, StepBatch] = {}
-        """Those that are trained now."""
+        self._held: dict[int, StepBatch] = {}  # those of a checkpoint
+        self._trained: dict[int, StepBatch] = {}  # those that are trained now
         self._speeds: dict[str, float] = {}
 
     def __str__(self) -> str:
@@ -412,30 +410,26 @@ class SamplingSource:
         self._cancel()
         self.ledger.load_state_dict(state)
 
-    def _cancel(self) -> None:
+    def _cancel(self, *more: asyncio.Task[Any]) -> None:
         """End all that is made."""
-        tasks = [made.task for made in self._steps.values()] + self._other_tasks()
-        self._loop.run(_ended(tasks))
-        self._steps, self._held, self._trained = {}, {}, {}
+        tasks = [*(made.task for made in self._steps.values()), *more]
 
-    def _other_tasks(self) -> list[asyncio.Task[Any]]:
-        return []
+        async def end() -> None:
+            for task in tasks:
+                task.cancel()
+            _, left = await asyncio.wait(tasks, timeout=time_limits.LOOP_END_S)
+            if left:
+                LOG.warning("%d rollouts have not ended after %g s", len(left), time_limits.LOOP_END_S)
+
+        if tasks:
+            self._loop.run(end())
+        self._steps, self._held, self._trained = {}, {}, {}
 
 
 def _group_of(prompt: Prompt, index: SampleIndex) -> str:
     """Return the name of the group of a row in an epoch."""
     group = f"{index.epoch}:{prompt.index}"
     return f"{name_in_mix(prompt.source)}:{group}" if prompt.source else group
-
-
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        _, left = await asyncio.wait(tasks, timeout=time_limits.LOOP_END_S)
-        if left:
-            LOG.warning("%d rollouts have not ended after %g s", len(left), time_limits.LOOP_END_S)
 
 
 def choose_groups(teaches: Sequence[bool], wanted: int, complete: bool) -> tuple[list[int], int] | None:

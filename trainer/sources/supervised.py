@@ -30,8 +30,7 @@ class LedgerSource:
     def __init__(self, ledger: Ledger | MixLedger, name: str):
         self.ledger = ledger
         self._name = name
-        self._steps: dict[int, list[SampleIndex]] = {}
-        """Rows of the steps that are not committed."""
+        self._steps: dict[int, list[SampleIndex]] = {}  # rows of the steps that are not committed
 
     def __str__(self) -> str:
         return self._name

@@ -19,8 +19,7 @@ from trainer.sources.base import Evaluation
 
 LOG = logging.getLogger(__name__)
 
-SAMPLES_INTERVAL = 10
-"""Steps between two times that training completions are sampled."""
+SAMPLES_INTERVAL = 10  # steps between two times that training completions are sampled
 _MOST_WAITING = 8
 """Files that wait for room on the disk. Each holds the episodes of a step in memory."""
 

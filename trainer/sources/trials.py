@@ -24,8 +24,7 @@ from trainer.sources.routes import with_keys_of
 
 LOG = logging.getLogger(__name__)
 
-_ROWS = 3
-"""Rows of the data that rewards are tried with, and an environment until it works."""
+_ROWS = 3  # rows of the data that rewards are tried with, and an environment until it works
 _MOST_CHARACTERS = 1 << 16
 """Of the first messages of a trial. Nobody reads them."""
 

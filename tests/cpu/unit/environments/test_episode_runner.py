@@ -17,8 +17,7 @@ from tests.support.jobs import wait_until
 from trainer.config import Config
 from trainer.data.datasets import Prompt
 from trainer.environments import StepResult
-from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, RunningEpisode, SingleTurnRunner
-from trainer.environments.turns import EpisodeTurns
+from trainer.environments.episode_runner import EnvironmentRunner, RolloutRequest, Session, SingleTurnRunner
 from trainer.episodes import Episode
 from trainer.errors import UserError, WorkerError
 from trainer.generation.engine import Completion, Request
@@ -358,7 +357,7 @@ def test_first_messages_that_are_equal_but_written_differently_have_their_own_to
     shows.chat_template = "{% for m in messages %}{{ m.shown }}{% endfor %}" + tokenizer.chat_template
     runner = runner_of(shows)
     for value in values:
-        episode = RunningEpisode(*requests_of({}), 0, EpisodeTurns())
+        episode = Session({}, 0)
         episode.steps = [StepResult([{"role": "user", "content": "x", "shown": value}])]
         runner._begin(episode, episode.steps[0])
         assert shows.decode(episode.conversation.token_ids).startswith(f"{value}<|user|>")

@@ -183,13 +183,13 @@ def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
 
 
 @pytest.mark.parametrize("name", ["dynamic_sampling", "options.filter_zero_variance"])
-def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
+def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name, tokenizer):
     """Nothing is started. With reward functions, a scorer, an environment or penalties, rewards differ."""
     if name == "dynamic_sampling":
         cfg.algorithm.dynamic_sampling = True
     else:
         cfg.algorithm.options["filter_zero_variance"] = True
-    given = SimpleNamespace(cfg=cfg, reward_cache=None)
+    given = SimpleNamespace(cfg=cfg, reward_cache=None, tokenizer=tokenizer)
     assert is_built_on(given)
     cfg.trainer.task = f"{HERE}:TASK"
     with pytest.raises(UserError, match=f"^algorithm.{name}=True: keeps .* trainer.task={HERE}:TASK gives no rewards"):
