@@ -128,7 +128,7 @@ def test_config_names_no_upper_room():
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1396, 1400),
     "run process": (3485, 2600),
-    "sources generation journal environments agents": (13031, 8500),
+    "sources generation journal environments agents": (12821, 8500),
     "inference": (1604, 900),
     "rewards": (972, 900),
     "sandbox": (1284, 1200),
@@ -136,7 +136,7 @@ MOST_LINES = {
     "models": (4721, 3400),
     "checkpoint": (4047, 3200),
     "cluster": (2310, 2200),
-    "data": (2915, 1900),
+    "data": (2905, 1900),
     "metrics reports": (2997, 3200),
     "config": (4165, 3200),
     "plan": (2171, 1650),

@@ -17,8 +17,9 @@ from trainer.agents.requests import Rules
 from trainer.agents.server import AgentServer, shared_server
 from trainer.config import Config
 from trainer.environments.base import AgentResult, Endpoint, find_environment, players_of
-from trainer.environments.episode_runner import Asks, EnvironmentRunner, RolloutRequest, empty_sample
+from trainer.environments.episode_runner import RESULT, Asks, EnvironmentRunner, RolloutRequest, empty_sample
 from trainer.episodes import Episode
+from trainer.files.documents import mismatch
 from trainer.generation.engine import Request, Sampling
 from trainer.process import time_limits
 from trainer.sandbox.limits import LARGEST_REWARD, MAX_ATTEMPTS
@@ -101,18 +102,12 @@ class AgentSession:
         return await asked
 
     def _take(self, value: Any) -> None:
-        match value:
-            case {
-                "reward": float(reward),
-                "rewards": dict(rewards),
-                "metrics": dict(metrics),
-                "player_rewards": dict(of_players),
-            }:
-                result = AgentResult(reward, rewards, metrics, of_players)
-            case _:
-                self.status, self.failure = "failed", "has written into the pipe of its process"
-                return
-        total = reward + sum(rewards.values()) + max(of_players.values(), key=abs, default=0.0)
+        if mismatch(value, RESULT):
+            self.status, self.failure = "failed", "has written into the pipe of its process"
+            return
+        result = AgentResult(**{name: value[name] for name in RESULT})
+        of_players = max(result.player_rewards.values(), key=abs, default=0.0)
+        total = result.reward + sum(result.rewards.values()) + of_players
         if abs(total) <= LARGEST_REWARD:
             self.result, self.status = result, self.episode.limit or "stop"
         else:

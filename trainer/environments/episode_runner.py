@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -31,6 +32,7 @@ from trainer.environments.turns import EpisodeTurns
 from trainer.environments.worker import largest_message
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
+from trainer.files.documents import mismatch
 from trainer.generation.engine import Completion, Request, Sampling
 from trainer.sandbox.limits import LARGEST_REWARD, MAX_ASYNC_SESSIONS, MAX_ATTEMPTS
 from trainer.sandbox.pool import Call, CallFailed, CallLost, Calls, WorkerPool
@@ -39,6 +41,9 @@ from trainer.seeding import environment_seed, request_seed
 LOG = logging.getLogger(__name__)
 
 _NUMBERS = itertools.count()
+RESULT: dict[Any, Any] = {"reward": float, "rewards": dict, "metrics": dict, "player_rewards": dict}
+"""The fields of what an agent returns, as its process sends them."""
+_STEP = {**RESULT, "messages": list, "done": bool, "player": str}
 
 
 class Asks(Protocol):
@@ -240,21 +245,10 @@ class Session:
 
     def _take(self, value: Any) -> None:
         """Take an answer. One that was given before must be the same."""
-        match value:
-            case {
-                "messages": list(messages),
-                "reward": float(reward),
-                "done": bool(done),
-                "rewards": dict(rewards),
-                "metrics": dict(metrics),
-                "player": str(player),
-                "player_rewards": dict(player_rewards),
-                "state": str() | None as state,
-            }:
-                step = StepResult(messages, reward, done, rewards, metrics, player, player_rewards)
-            case _:
-                self.fail("failed", "has written into the pipe of its process")
-                return
+        if mismatch(value, {**_STEP, "state": (str, NoneType)}):
+            self.fail("failed", "has written into the pipe of its process")
+            return
+        step, state = StepResult(**{name: value[name] for name in _STEP}), value["state"]
         if self._answered == len(self.steps):
             self._accept(step, state)
         elif step != self.steps[self._answered]:

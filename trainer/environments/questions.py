@@ -135,22 +135,12 @@ class Questions(ToolEnvironment):
         if not self._steps_reward:
             return right
         terms = right if isinstance(right, Mapping) else {"right": right}
-        return {**terms, "steps": self._steps_reward * _share(_results_of(solution), self._results)}
-
-
-def _share(wanted: Sequence[str], found: Sequence[str]) -> float:
-    """Return how many of the wanted results were found, as a share of them, or of what was found if that is more."""
-    common = Counter(wanted) & Counter(found)
-    return common.total() / max(len(wanted), len(found), 1)
-
-
-def _results_of(solution: str) -> list[str]:
-    """Return the results of the calculations in a solution of GSM8K that the calculator can do."""
-    results = []
-    for expression in _CALCULATION.findall(solution):
-        with contextlib.suppress(ValueError, ArithmeticError):
-            results.append(calculator(expression))
-    return results
+        wanted = []
+        for expression in _CALCULATION.findall(solution):
+            with contextlib.suppress(ValueError, ArithmeticError):  # a calculation that the calculator cannot do
+                wanted.append(calculator(expression))
+        found = (Counter(wanted) & Counter(self._results)).total()
+        return {**terms, "steps": self._steps_reward * (found / max(len(wanted), len(self._results), 1))}
 
 
 def worked_chat(answer: str, with_text: bool = True) -> list[Message] | None:

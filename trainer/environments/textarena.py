@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import textarena
@@ -12,8 +13,6 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from trainer.environments.base import Message, StepResult
 from trainer.errors import did_you_mean
-
-_Value = TypeVar("_Value")
 
 
 class TextArena:
@@ -41,41 +40,33 @@ class TextArena:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Message]:
         """Return the rules of the game, and what the player sees first."""
-        others = _states()
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        self._generators = _states()
-        _restore(others)
-        return self._with_generators(lambda: self._begin(seed))
+        self._generators = None
+        with self._own_generators(seed):
+            spec = ENV_REGISTRY[self._id]
+            # Without the wrappers of observations, which repeat the whole history: the conversation has it.
+            wrappers = [one for one in spec.default_wrappers or [] if issubclass(one, textarena.ActionWrapper)]
+            game = textarena.make(f"{self._id}-raw" if f"{self._id}-raw" in ENV_REGISTRY else self._id, **self._options)
+            for wrap in wrappers:
+                game = wrap(game)
+            self._game = game
+            try:
+                game.reset(num_players=1, seed=seed % 2**32)
+            except AssertionError as error:
+                raise ValueError(f"{self._id} is not for one player: {error}") from error
+            return self._observed()
 
     def step(self, reply: Message) -> StepResult:
         """Make the move of the reply, and return what the player sees then."""
-        return self._with_generators(lambda: self._move(reply["content"]))
+        with self._own_generators():
+            done, _ = self._game.step(reply["content"])
+            if not done:
+                return StepResult(self._observed())
+            rewards, about = self._game.close()
+        invalid = bool(about.get(0, {}).get("invalid_move", False)) if isinstance(about, Mapping) else False
+        return StepResult(reward=float((rewards or {}).get(0, 0.0)), done=True, metrics={"invalid_move": invalid})
 
     def close(self) -> None:
         """The game holds nothing."""
-
-    def _begin(self, seed: int) -> list[Message]:
-        spec = ENV_REGISTRY[self._id]
-        # Without the wrappers of observations, which repeat the whole history: the conversation has it.
-        wrappers = [one for one in spec.default_wrappers or [] if issubclass(one, textarena.ActionWrapper)]
-        game = textarena.make(f"{self._id}-raw" if f"{self._id}-raw" in ENV_REGISTRY else self._id, **self._options)
-        for wrap in wrappers:
-            game = wrap(game)
-        self._game = game
-        try:
-            game.reset(num_players=1, seed=seed % 2**32)
-        except AssertionError as error:
-            raise ValueError(f"{self._id} is not for one player: {error}") from error
-        return self._observed()
-
-    def _move(self, text: str) -> StepResult:
-        done, _ = self._game.step(text)
-        if not done:
-            return StepResult(self._observed())
-        rewards, about = self._game.close()
-        invalid = bool(about.get(0, {}).get("invalid_move", False)) if isinstance(about, Mapping) else False
-        return StepResult(reward=float((rewards or {}).get(0, 0.0)), done=True, metrics={"invalid_move": invalid})
 
     def _observed(self) -> list[Message]:
         player, seen = self._game.get_observation()
@@ -84,21 +75,19 @@ class TextArena:
             seen = "\n".join(text for sender, text, kind in seen if (sender, kind) != (player, own))
         return [{"role": "user", "content": seen}]
 
-    def _with_generators(self, call: Callable[[], _Value]) -> _Value:
-        """Call a function with this game's own generators: many games share the process."""
-        others = _states()
-        _restore(self._generators)
+    @contextlib.contextmanager
+    def _own_generators(self, seed: int = 0) -> Iterator[None]:
+        """Let the block draw from this game's own generators: many games share the process. `seed`: of new ones."""
+        others = random.getstate(), np.random.get_state()
+        if self._generators is None:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+        else:
+            random.setstate(self._generators[0])
+            np.random.set_state(self._generators[1])
         try:
-            return call()
+            yield
         finally:
-            self._generators = _states()
-            _restore(others)
-
-
-def _states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _restore(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+            self._generators = random.getstate(), np.random.get_state()
+            random.setstate(others[0])
+            np.random.set_state(others[1])
