@@ -17,7 +17,7 @@ COMMANDS = {
     "sft": ("trainer.main:main_sft", "train on examples, or on kept completions"),
     "dpo": ("trainer.main:main_dpo", "train on preferences: pairs of a better and a worse answer"),
     "rm": ("trainer.main:main_rm", "train a reward model on such pairs"),
-    "evaluate": ("trainer.evaluate.__main__:main", "evaluate a model, an export or a checkpoint"),
+    "evaluate": ("trainer.evaluate.subject:main", "evaluate a model, an export or a checkpoint"),
     "inference": ("trainer.inference.__main__:main", "serve a model to jobs and people, while jobs come and go"),
     "engine": ("trainer.inference.engine:main", "start an engine that joins a running job, and leaves it on a signal"),
     "plan": ("trainer.plan.__main__:main", "say what a run needs of a cluster, whether it fits, and how long it takes"),

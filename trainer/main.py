@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from trainer.config import Config
-from trainer.config.command_line import run_app
+from trainer.config.command_line import refuse_unread, run_app
 from trainer.config.hydra import words_given
-from trainer.config.overrides import refuse_unread
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.metrics.best import find_best

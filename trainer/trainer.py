@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -57,60 +57,39 @@ _MUCH = 10e9
 """Bytes of checkpoints from which a start says how many there will be."""
 
 
+@dataclass(eq=False)
 class Trainer:
-    """Runs to the last step, and owns what is saved and restored.
+    """Runs to the last step, and owns what is saved and restored."""
 
-    Args:
-        cfg: of the task.
-        directory: of the run, open; its `cfg` is the user's, and goes into checkpoints.
-        source: of the episodes.
-        model_path: the initial weights, a local directory.
-        evaluator: None: there is no validation data.
-        is_enough: whether the run ends after a step, before its last one. A resumed run asks again.
-        server: serves the metrics.
-    """
+    cfg: Config
+    """Of the task."""
+    directory: RunDirectory
+    """Of the run, open; its `cfg` is the user's, and goes into checkpoints."""
+    source: EpisodeSource
+    learner: Learner
+    model_path: str
+    """The initial weights, a local directory."""
+    tokenizer: Any
+    timer: Timer
+    stop: StopRequest
+    journal: Journal
+    evaluator: Evaluator | None = None
+    """None: there is no validation data."""
+    is_enough: Callable[[int], bool] = lambda step: False
+    """Whether the run ends after a step, before its last one. A resumed run asks again."""
+    server: MetricsServer | None = None
+    """Serves the metrics."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        directory: RunDirectory,
-        source: EpisodeSource,
-        learner: Learner,
-        model_path: str,
-        tokenizer: Any,
-        timer: Timer,
-        stop: StopRequest,
-        journal: Journal,
-        evaluator: Evaluator | None = None,
-        is_enough: Callable[[int], bool] = lambda step: False,
-        server: MetricsServer | None = None,
-    ):
-        t = cfg.trainer
-        self.cfg = cfg
-        self.directory = directory
-        self.checkpoints = directory.checkpoints
-        self.source = source
-        self.evaluator = evaluator
-        self.transcripts = TranscriptLog(cfg, directory.check, tokenizer)
-        self.learner = learner
-        self.model_path = model_path
-        self.timer = timer
-        self.stop = stop
-        self.journal = journal
-        self.is_enough = is_enough
-        self.server = server
+    def __post_init__(self) -> None:
+        cfg, t, self.checkpoints = self.cfg, self.cfg.trainer, self.directory.checkpoints
+        self.transcripts = TranscriptLog(cfg, self.directory.check, self.tokenizer)
         self.audit: ReplayAudit | None = None
         self.saves = Saves(t.ckpt_interval, t.ckpt_path, self.checkpoints)
         self.state = TrainerState()
-        self.recovery = Recovery(t, stop, cfg.task.optimizer)
-        self.assets = policy_assets(cfg, model_path, tokenizer)  # now, so that no save fails because of them
-        exporter = PolicyExporter(
-            learner.ranks,
-            model_path,
-            self.assets,
-            adapter_alone=t.policy.lora.rank is not None and t.hf_save_lora == "adapter",
-            fence=directory.check,
-        )
+        self.recovery = Recovery(t, self.stop, cfg.task.optimizer)
+        self.assets = policy_assets(cfg, self.model_path, self.tokenizer)  # now, so that no save fails because of them
+        alone, fence = t.policy.lora.rank is not None and t.hf_save_lora == "adapter", self.directory.check
+        exporter = PolicyExporter(self.learner.ranks, self.model_path, self.assets, adapter_alone=alone, fence=fence)
         self.exports = PolicyExports(cfg, exporter)
         self.copies = StepCopies(t.copy_steps)
         self._data_of: str | None = None  # the checkpoint whose position in the data is loaded
@@ -344,13 +323,12 @@ class Trainer:
                 self.state.run_ids, self.state.best = {}, {}  # those of the parent are not of this run
                 return
             self.checkpoints.archive(after=checkpoint.step)  # the run went back behind them, and will save them again
-            same_layout = resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count
             t = self.cfg.trainer
             self.audit = ReplayAudit(
                 t.run_dir,
                 checkpoint,
                 exact=self.learner.cluster.device == "cpu" or t.deterministic,
-                same_layout=same_layout,
+                same_layout=resume.same_rounding and checkpoint.manifest.get("ranks") == self.learner.ranks.count,
                 altered=resume.altered,
                 same_episodes=self.source.repeats,
                 stops=t.on_resume_mismatch == "stop",
@@ -387,7 +365,7 @@ class Trainer:
 
     def _open_tracker(self) -> Tracker:
         cfg, run_ids = self.directory.cfg, self.state.run_ids
-        run_dir, config, check = cfg.trainer.run_dir, redact(dataclasses.asdict(cfg)), self.directory.check
+        run_dir, config, check = cfg.trainer.run_dir, redact(asdict(cfg)), self.directory.check
         tracker = Tracker(run_dir, cfg.logger, config, run_ids, check, self.server, self.recovery.restarted)
         # Without a checkpoint of its own, the run rewinds to before its first line: an earlier start may have died.
         tracker.rewind(self.state.step or -1)

@@ -20,7 +20,7 @@ from tests.support.pages import files_of_page
 from tools.algorithms_doc import page
 from trainer.__main__ import COMMANDS, JOBS
 from trainer.config import TASKS, Config, compose, valid_keys
-from trainer.config.overrides import parsed, refuse_unread
+from trainer.config.command_line import parsed, refuse_unread
 from trainer.evaluate.subject import PATH as EVALUATION_TASK
 from trainer.evaluate.subject import parse_words
 from trainer.objectives import make_objective

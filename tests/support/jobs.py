@@ -18,7 +18,7 @@ import psutil
 
 from tests.support.forks import ForkedCommand, fork_server, run_forked
 from trainer.config import Config, TrainerConfig
-from trainer.config.overrides import unread_words
+from trainer.config.command_line import unread_words
 
 SMALL = [
     "sft.steps=30",

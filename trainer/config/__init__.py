@@ -16,14 +16,6 @@ from trainer.config.algorithm import (
 from trainer.config.data import DataConfig, DPOConfig, RMConfig, SFTConfig, ValSetConfig
 from trainer.config.engines import ENGINES, EngineSpec
 from trainer.config.hydra import compose, conf_dir, register, to_config
-from trainer.config.model import (
-    CriticConfig,
-    FSDPConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TinyConfig,
-)
 from trainer.config.reference import field_docs
 from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RolloutConfig
 from trainer.config.rules import validate
@@ -42,4 +34,14 @@ from trainer.config.tasks import (
     policy_role,
     reference_role,
 )
-from trainer.config.trainer import LOAD_COMPONENTS, LoggerConfig, TrainerConfig
+from trainer.config.trainer import (
+    LOAD_COMPONENTS,
+    CriticConfig,
+    FSDPConfig,
+    LoggerConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TinyConfig,
+    TrainerConfig,
+)

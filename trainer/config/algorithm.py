@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer import import_utils
-from trainer.config.fields import ResumeRule, Section, changed_keys, setting, subsection
+from trainer.config.fields import ResumeRule, Section, setting, subsection
 from trainer.config.rollout import works_ahead
-from trainer.files.uris import split_http_url
-from trainer.process.model_server import MOST_TOP_K, TOKEN
+from trainer.process.model_server import MOST_TOP_K
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -255,52 +254,3 @@ def unprefixed(algorithm: AlgorithmConfig, names: Collection[str]) -> dict[str, 
     """Return those of `algorithm.options` that are in `KL_OPTIONS` or `CORRECTION_OPTIONS`, as parameters: by the last
     word of their names."""
     return {name.rpartition("_")[2]: value for name, value in algorithm.options.items() if name in names}
-
-
-def distillation_rules(config: Config) -> Iterator[tuple[Any, str, str]]:
-    """Yield the rules of the teacher, as `trainer.config.rules` has them."""
-    a, teacher, name = config.algorithm, config.algorithm.teacher, "algorithm.teacher"
-    either = f"needs {TEACHER_KEY} or {TEACHER_URL}"
-    yield a.opd_kl_coef > 0 and not teacher.exists, "algorithm.opd_kl_coef", either
-    problem = "trains nothing without algorithm.opd_kl_coef above 0, because all advantages are 0"
-    yield a.advantage_estimator == "zero" and a.opd_kl_coef == 0, "algorithm.advantage_estimator", problem
-    is_read = not teacher.exists or a.opd_kl_coef > 0 or a.reads_teacher_logprobs
-    problem = "nothing reads the teacher; set algorithm.opd_kl_coef, or algorithm.advantage_estimator=reverse_kl"
-    yield not is_read, TEACHER_KEY if teacher.url is None else TEACHER_URL, problem
-    given = TeacherConfig(path=teacher.path, url=teacher.url, temperature=teacher.temperature)
-    for key in changed_keys(teacher, given, name):
-        yield a.opd_kl_coef == 0, key, "needs algorithm.opd_kl_coef above 0"
-        yield key == f"{name}.beta" and teacher.divergence != JSD, key, f"needs {name}.divergence={JSD}"
-        problem = f"needs {TEACHER_URL} and a divergence over the vocabulary"
-        yield key == f"{name}.top_k" and (teacher.url is None or a.vocabulary_divergence is None), key, problem
-    problem = f"sampled tokens show a divergence at rollout.temperature={config.rollout.temperature} alone; choose it"
-    is_other = teacher.exists and teacher.temperature != config.rollout.temperature
-    yield is_other and a.reads_teacher_logprobs, f"{name}.temperature", f"{problem}, or forward, reverse or jsd"
-    yield not teacher.exists and teacher.temperature != 1, f"{name}.temperature", either
-    mix = config.data.mix
-    problem = f"the teacher is on the ranks ({TEACHER_KEY}) or on a server; drop one of the two"
-    yield teacher.path is not None and teacher.url is not None, TEACHER_URL, problem
-    key, by_source = (TEACHER_URL, teacher.urls) if teacher.url is not None else (TEACHER_KEY, teacher.paths)
-    if "" not in by_source and teacher.exists:
-        unknown, unmapped = sorted(by_source.keys() - mix.keys()), sorted(mix.keys() - by_source.keys())
-        yield unknown, key, f"data.mix has no source {', '.join(unknown)}; name its sources, or give one teacher"
-        yield unmapped, key, f"names no teacher for data.mix.{', data.mix.'.join(unmapped)}; name one for each source"
-    problem = "several teachers on the ranks show the tokens that were sampled alone; choose sampled, or servers"
-    several = teacher.path is not None and "" not in by_source
-    yield several and a.vocabulary_divergence is not None, "algorithm.teacher.divergence", problem
-    for url in teacher.urls.values():
-        yield from address_rules(TEACHER_URL, url)
-    if teacher.url is not None:
-        problem = "a server gives the log-probs of temperature 1; choose 1, or a teacher on the ranks"
-        yield teacher.temperature != 1, "algorithm.teacher.temperature", problem
-        problem = f"splits the vocabulary, and {TEACHER_URL} gives its likeliest tokens; choose 1, or sampled"
-        splits = config.trainer.tensor_parallel_size > 1 and a.vocabulary_divergence is not None
-        yield splits, "trainer.tensor_parallel_size", problem
-
-
-def address_rules(key: str, url: str) -> Iterator[tuple[Any, str, str]]:
-    """Yield the rules of the address of an inference server."""
-    yield "@" in url, key, f"an address must hold no password; the token of the servers is the variable {TOKEN}"
-    parts = split_http_url(url)
-    is_wrong = parts is None or parts.path not in ("", "/") or parts.query or parts.fragment
-    yield is_wrong, key, f"{url} is no address of a server; write http://HOST:PORT"

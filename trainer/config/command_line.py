@@ -18,10 +18,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.hydra import compose, conf_dir, find_groups, hydra_words, to_config
-from trainer.config.overrides import parsed
-from trainer.config.schema import Config, no_such_key, valid_keys
-from trainer.config.tasks import ACCURACY
+from trainer.config.fields import matches, value_of
+from trainer.config.hydra import compose, conf_dir, find_groups, hydra_words, key_in, to_config
+from trainer.config.schema import Config, no_such_key, section_named, valid_keys, without_source
+from trainer.config.tasks import ACCURACY, OPTIONS
 from trainer.errors import (
     DivergedError,
     NonFiniteError,
@@ -30,6 +30,7 @@ from trainer.errors import (
     UserError,
     WorkerError,
     describe_with_place,
+    did_you_mean,
     is_disk_unwritable,
     is_out_of_memory,
     one_line,
@@ -38,7 +39,7 @@ from trainer.errors import (
 from trainer.files.documents import dump_yaml
 from trainer.files.redaction import redact, redact_text
 from trainer.process import time_limits
-from trainer.process.log_setup import LOG_FILE, guard_output, logging_to_file, show, show_messages
+from trainer.process.log_setup import LOG_FILE, ToolParser, guard_output, logging_to_file, show, show_messages
 from trainer.process.signals import CONTINUES, EXIT_STATUS, SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -121,6 +122,68 @@ def run_words(job: Job, words: Sequence[str], command: str = "train") -> None:
         print(_shown(config, flags.package), end="")
     else:
         job(config)
+
+
+def parsed(words: Sequence[str], command: str = "train") -> argparse.Namespace:
+    """Return the flags and `overrides` of a command line, in which flags may stand anywhere.
+
+    Raises:
+        UserError: a flag is not known, or has no value.
+    """
+    parser = ToolParser(prog=f"trainer {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--config-dir")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("-p", "--package", default="")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    flags, rest = parser.parse_known_args(list(words))
+    for word in rest:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            meant = f"write {word.lstrip('-')}" if "." in name else did_you_mean(name, ("--config", "--multirun"))
+            raise UserError(f"{word}: no such flag; {meant or f'`trainer {command} --help` lists them'}")
+    flags.overrides = rest
+    return flags
+
+
+def unread_words(words: Sequence[str], config: Config) -> list[str]:
+    """Return the keys and choices in the overrides that the task does not read (`TaskSpec.unread`)."""
+    unread = []
+    for word in dict.fromkeys(words):
+        key, unread_keys = key_in(word), config.task.unread
+        shown = without_source(key)
+        is_option = key.startswith(f"{OPTIONS}.") and config.task.options
+        if not is_option and (matches(shown, unread_keys) or matches(f"{shown}.", unread_keys)):
+            unread.append(word if section_named(key) is not None and "{" not in word else key)
+    return unread
+
+
+def refuse_unread(words: Sequence[str], config: Config) -> None:
+    """Refuse overrides that the task does not read, and rewards where an environment gives them: they would change
+    nothing. Files are not searched for such keys, because one file may serve several tasks.
+
+    Raises:
+        UserError: names the keys.
+    """
+    if unread := unread_words(words, config):
+        task, them = config.trainer.task, "it" if len(unread) == 1 else "them"
+        raise UserError(
+            f"{', '.join(unread)}: trainer.task={task} does not read {them}, so leave {them} out or choose another "
+            "task (a config file may have keys of several tasks)"
+        )
+    for key in map(key_in, words):
+        shown = without_source(key)
+        is_read = shown == "reward.success_threshold" or not config.task.reward_functions or not config.reads(key)
+        if is_read or not f"{shown}.".startswith("reward."):
+            continue
+        source = key.removesuffix(shown)
+        name = f"{source}environment.name"
+        names = [value_of(config, name)] if source else [one.name for one in config.environments]
+        if all(names):
+            raise UserError(
+                f"{key}: {name}={value_of(config, name)} gives the rewards, so {key} is not read; leave it out, or set "
+                f"{name}=null"
+            )
 
 
 def _shown(config: Config, section: str) -> str:

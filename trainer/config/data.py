@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer.config.fields import Section, setting, subsection
-from trainer.config.model import SCHEDULE_STEPS
 from trainer.config.rollout import LOWEST_TEMPERATURE, EnvironmentConfig, RewardConfig
+from trainer.config.trainer import SCHEDULE_STEPS
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 The file of `--config` becomes a choice of the group `config_file`, which stands between the defaults and `experiment`,
 so the command line wins over it. Its directory joins Hydra's search path: `algorithm/mine.yaml` beside it is
 `algorithm=mine`. Both libraries are imported where they are used, because their import takes a noticeable part of a
-second.
+second. Keys whose values are texts take words as they were typed: `007`, `12e4567` and `on` are no numbers there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from typing import Any, TypeVar
 
 from trainer.config import schema
 from trainer.config.fields import value_of, walk_keys, walk_sections
-from trainer.config.overrides import GROUP, checked, key_in, mark_texts, unquoted
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
 from trainer.config.schema import Config
 from trainer.config.tasks import find_task
-from trainer.errors import UserError, did_you_mean, one_line
+from trainer.errors import UserError, as_list, did_you_mean, one_line
 from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
 
 S = TypeVar("S")
 
+GROUP = "config_file"
+"""The group of which the file of `--config` is a choice."""
 FOLLOWS_NAME = ("kwargs", "weights", "url", "authorization_env", "python", "model")
 """Keys whose value belongs to the `name` beside them. A section with a name of its own does not inherit them."""
 _LONGEST_SUFFIX = 200  # bytes; file names end at 255, and some get a suffix
@@ -95,7 +96,7 @@ def hydra_words(
             raise UserError(f"{directory}: no such directory; name the one of your YAML files")
     directories = list(dict.fromkeys([conf_dir(), *map(os.path.abspath, filter(None, own))]))
     _GROUPS.update(find_groups(*directories))
-    _GIVEN.extend(checked(overrides, _GROUPS, sweeps))
+    _GIVEN.extend(checked(overrides, sweeps))
     if directories[1:]:
         urls = json.dumps([f"file://{directory}" for directory in directories[1:]], ensure_ascii=False)
         _GIVEN.append(f"hydra.searchpath={urls}")
@@ -110,6 +111,55 @@ def hydra_words(
         composed = _composed([word for word in _GIVEN if not sweeps or "," not in word], with_hydra=True)
         _GIVEN[:0] = ["data=files"] if composed.hydra.runtime.choices.data == "reverse_text" else []
     return list(_GIVEN)
+
+
+def key_in(word: str) -> str:
+    """Return the key, or the group, that an override sets, chooses or drops."""
+    return word.partition("=")[0].lstrip("+~")
+
+
+def checked(overrides: Sequence[str], sweeps: bool) -> list[str]:
+    """Return the overrides with the pluses that Hydra needs: none where the schema has the key, two where the user
+    has chosen it.
+
+    Raises:
+        UserError: lists the overrides that cannot be read, and the keys that do not exist.
+    """
+    accepted, problems = [], []
+    for word in overrides:
+        bare, key = word.lstrip("+"), key_in(word)
+        is_named = any(f"{key}.".startswith(f"{mapping}.") for mapping in schema.MAPPINGS)
+        if is_named or schema.is_open(key.rpartition(".")[0]):
+            word = f"++{bare}"
+        elif key in _GROUPS or schema.is_name(key) and not schema.is_open(key):
+            word = bare
+        problems += [problem] if (problem := _problem(word, key, sweeps)) else []
+        accepted.append(quoted(word))
+    if problems:
+        raise UserError(as_list("the command cannot be read:", problems))
+    return accepted
+
+
+def _problem(word: str, key: str, sweeps: bool) -> str | None:
+    """Return one sentence about an override that cannot be read; None: it can."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    shown = word if word.isprintable() else ascii(word)[1:-1]
+    if word and os.path.exists(os.path.join(word, "config.yaml")):
+        return f"{shown}: is a directory, not KEY=VALUE; for its config write --config={shown}/config.yaml"
+    sections = [key[:end] for end, letter in enumerate(key) if letter == "."]
+    is_known = key in (*schema.NAMES, *_GROUPS, GROUP) or schema.is_name(key) or any(map(schema.is_open, sections))
+    if re.fullmatch(r"[\w.]+", key) and not is_known and not key.startswith("hydra"):
+        return schema.no_such_key(key, _GROUPS)
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        reason = one_line(str(error).splitlines()[0])
+        return f"{shown}: cannot be read ({reason}); write KEY=VALUE or GROUP=CHOICE, a text in quotes: KEY='\"TEXT\"'"
+    if override.is_sweep_override() and not sweeps:
+        return f"{shown}: several values run one job each; add -m for that, or write {key}=[…] for a list"
+    return None
 
 
 def find_groups(*directories: str) -> dict[str, list[str]]:
@@ -340,6 +390,93 @@ def _lines(node: Any, path: str, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield name, line
         if value.id == "mapping":
             yield from _lines(value, path, f"{name}.")
+
+
+# --- Texts as they were typed ---
+
+_CHOOSE = ("choice", "shuffle", "sort", "tag", "str")
+"""Functions of Hydra that may get texts."""
+_STRING = "tag:yaml.org,2002:str"
+_NULL = "tag:yaml.org,2002:null"
+
+
+@functools.cache
+def kind_of_text(key: str) -> str:
+    """Return the type of a key whose value is a text or a list of texts; empty: its values are others."""
+    # `Any`: `reward.name` is a text or a list of texts, and the path of teachers a text or a mapping of texts.
+    kind = schema.type_of(key) or ("str" if schema.type_of(key.rpartition(".")[0]) == "Any" else "")
+    return kind if kind in ("str", "str | None", "list[str]", "Any") else ""
+
+
+def quoted(word: str) -> str:
+    """Return an override in which words for keys of texts that Hydra would make other values of are in quotes.
+
+    null stays null where the key may have none. A word that Hydra cannot read stays as it is.
+    """
+    from hydra.core.override_parser import overrides_parser as grammar
+    from hydra.errors import HydraException
+
+    lexer = grammar.OverrideLexer(grammar.InputStream(word))
+    parser = grammar.OverrideParser(grammar.CommonTokenStream(lexer))
+    for recognizer in (lexer, parser):
+        recognizer.removeErrorListeners()
+        recognizer.addErrorListener(grammar.HydraErrorListener())
+    try:
+        tree = parser.override()
+    except HydraException:
+        return word
+    for token in reversed(list(_typed_texts(tree, word.partition("=")[0].lstrip("+~")))):
+        word = f"{word[: token.start]}'{token.text}'{word[token.stop + 1 :]}"
+    return word
+
+
+def _typed_texts(node: Any, key: str, in_list: bool = False) -> Iterator[Any]:
+    """Yield the tokens in a node of Hydra's parser, the value of `key`, that are texts by the schema and no text to
+    Hydra."""
+    from hydra.core.override_parser.overrides_parser import OverrideParser as Parser
+
+    inner = list(node.getChildren())
+    match node:
+        case Parser.PrimitiveContext():
+            tokens = [child.symbol for child in inner if child.symbol.type != Parser.WS]
+            kind = kind_of_text(key)
+            typed = {Parser.INT, Parser.FLOAT, Parser.BOOL, Parser.NULL}
+            if kind in ("str | None", "Any") and not in_list:
+                typed.remove(Parser.NULL)
+            yield from tokens if kind and len(tokens) == 1 and tokens[0].type in typed else ()
+            return
+        case Parser.FunctionContext() if node.ID().getText() not in _CHOOSE:
+            return
+        case Parser.DictKeyValuePairContext():
+            key = f"{key}.{node.dictKey().getText().strip()}"
+    for child in inner:
+        if child.getChildCount():
+            yield from _typed_texts(child, key, in_list or isinstance(node, Parser.ListContainerContext))
+
+
+def unquoted(word: str) -> str:
+    """Return an override as it was before `quoted`."""
+    name, _, value = word.partition("=")
+    bare = f"{name}={value[1:-1]}"
+    return bare if value[:1] == "'" and quoted(bare) == word else word
+
+
+def mark_texts(node: Any, key: str = "", in_list: bool = False) -> None:
+    """Make strings of the plain scalars in a node of YAML, the value of `key`, that are texts or names."""
+    if node.id == "mapping":
+        is_section = schema.section_named(key) is not None or key in schema.MAPPINGS
+        has_names = not key or is_section or schema.is_open(key)
+        for name, value in node.value:
+            if has_names and name.id == "scalar" and not name.tag.endswith(":merge"):
+                name.tag = _STRING
+            if name.id == "scalar":
+                mark_texts(value, f"{key}.{name.value}".lstrip("."))
+    elif node.id == "sequence":
+        for item in node.value:
+            mark_texts(item, key, in_list=True)
+    elif node.style is None and (kind := kind_of_text(key)):
+        is_null = node.tag == _NULL and (not node.value.isalpha() or kind != "str" and not in_list)
+        node.tag = node.tag if is_null else _STRING
 
 
 # --- Errors ---

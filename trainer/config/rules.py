@@ -17,21 +17,22 @@ from typing import Any
 from trainer.config import fields
 from trainer.config.algorithm import (
     CORRECTIONS,
+    JSD,
     TEACHER_KEY,
-    address_rules,
+    TEACHER_URL,
+    TeacherConfig,
     correction_of,
-    distillation_rules,
     saved_correction,
 )
 from trainer.config.data import EXO, GENERATORS, SIMPO, SMOOTHED, DataConfig, NamedData, SourceConfig, ValSetConfig
 from trainer.config.engines import engines_with
 from trainer.config.fields import HARMLESS, ResumeRule, changed_keys, config_error, value_of, walk_keys
-from trainer.config.model import LONGEST_OF_TINY, CriticConfig, LoraConfig
 from trainer.config.rollout import MODEL, REMOTE, EnvironmentConfig, RewardConfig, RolloutConfig
 from trainer.config.schema import Config, is_name, no_such_key
-from trainer.config.trainer import PROCESSES, SERVICES, THIS_PROCESS
+from trainer.config.trainer import LONGEST_OF_TINY, PROCESSES, SERVICES, THIS_PROCESS, CriticConfig, LoraConfig
 from trainer.errors import UserError
 from trainer.files.uris import is_same, is_url, lies_in, problem_of, split_http_url
+from trainer.process.model_server import TOKEN
 
 Rules = Iterator[tuple[Any, str, str]]
 """Whether the rule is broken, the key to name, and what is wrong. Those after a broken rule are not made."""
@@ -232,7 +233,7 @@ def _algorithm(config: Config) -> Rules:
     yield a.adapts_kl and a.kl_coef == 0, "algorithm.options.kl_target", problem
     problem, is_copied = "there is no reference model with algorithm.kl_coef=0", a.ref_sync_interval > 0
     yield is_copied and "ref_logprobs" not in a.reads, "algorithm.ref_sync_interval", problem
-    yield from distillation_rules(config)
+    yield from _distillation(config)
     if a.dynamic_sampling:
         check_group_size(config, "algorithm.dynamic_sampling")
 
@@ -248,6 +249,53 @@ def check_group_size(config: Config, key: str) -> None:
     if config.rollout.temperature == 0:
         problem = f"greedy completions of a prompt are all equal, and {key} compares them; use a value above 0"
         raise config_error(config, "rollout.temperature", problem)
+
+
+def _distillation(config: Config) -> Rules:
+    a, teacher, name = config.algorithm, config.algorithm.teacher, "algorithm.teacher"
+    either = f"needs {TEACHER_KEY} or {TEACHER_URL}"
+    yield a.opd_kl_coef > 0 and not teacher.exists, "algorithm.opd_kl_coef", either
+    problem = "trains nothing without algorithm.opd_kl_coef above 0, because all advantages are 0"
+    yield a.advantage_estimator == "zero" and a.opd_kl_coef == 0, "algorithm.advantage_estimator", problem
+    is_read = not teacher.exists or a.opd_kl_coef > 0 or a.reads_teacher_logprobs
+    problem = "nothing reads the teacher; set algorithm.opd_kl_coef, or algorithm.advantage_estimator=reverse_kl"
+    yield not is_read, TEACHER_KEY if teacher.url is None else TEACHER_URL, problem
+    given = TeacherConfig(path=teacher.path, url=teacher.url, temperature=teacher.temperature)
+    for key in changed_keys(teacher, given, name):
+        yield a.opd_kl_coef == 0, key, "needs algorithm.opd_kl_coef above 0"
+        yield key == f"{name}.beta" and teacher.divergence != JSD, key, f"needs {name}.divergence={JSD}"
+        problem = f"needs {TEACHER_URL} and a divergence over the vocabulary"
+        yield key == f"{name}.top_k" and (teacher.url is None or a.vocabulary_divergence is None), key, problem
+    problem = f"sampled tokens show a divergence at rollout.temperature={config.rollout.temperature} alone; choose it"
+    is_other = teacher.exists and teacher.temperature != config.rollout.temperature
+    yield is_other and a.reads_teacher_logprobs, f"{name}.temperature", f"{problem}, or forward, reverse or jsd"
+    yield not teacher.exists and teacher.temperature != 1, f"{name}.temperature", either
+    mix = config.data.mix
+    problem = f"the teacher is on the ranks ({TEACHER_KEY}) or on a server; drop one of the two"
+    yield teacher.path is not None and teacher.url is not None, TEACHER_URL, problem
+    key, by_source = (TEACHER_URL, teacher.urls) if teacher.url is not None else (TEACHER_KEY, teacher.paths)
+    if "" not in by_source and teacher.exists:
+        unknown, unmapped = sorted(by_source.keys() - mix.keys()), sorted(mix.keys() - by_source.keys())
+        yield unknown, key, f"data.mix has no source {', '.join(unknown)}; name its sources, or give one teacher"
+        yield unmapped, key, f"names no teacher for data.mix.{', data.mix.'.join(unmapped)}; name one for each source"
+    problem = "several teachers on the ranks show the tokens that were sampled alone; choose sampled, or servers"
+    several = teacher.path is not None and "" not in by_source
+    yield several and a.vocabulary_divergence is not None, "algorithm.teacher.divergence", problem
+    for url in teacher.urls.values():
+        yield from _address(TEACHER_URL, url)
+    if teacher.url is not None:
+        problem = "a server gives the log-probs of temperature 1; choose 1, or a teacher on the ranks"
+        yield teacher.temperature != 1, "algorithm.teacher.temperature", problem
+        problem = f"splits the vocabulary, and {TEACHER_URL} gives its likeliest tokens; choose 1, or sampled"
+        splits = config.trainer.tensor_parallel_size > 1 and a.vocabulary_divergence is not None
+        yield splits, "trainer.tensor_parallel_size", problem
+
+
+def _address(key: str, url: str) -> Rules:
+    yield "@" in url, key, f"an address must hold no password; the token of the servers is the variable {TOKEN}"
+    parts = split_http_url(url)
+    is_wrong = parts is None or parts.path not in ("", "/") or parts.query or parts.fragment
+    yield is_wrong, key, f"{url} is no address of a server; write http://HOST:PORT"
 
 
 # --- model, data, sft ---
@@ -361,7 +409,7 @@ def _rewards(config: Config) -> Rules:
         problem = f"is read by the reward {MODEL} alone; set {name}.name={MODEL}, or leave it out"
         yield own is not None and not reward.is_model, key, problem
         if reward.model.url is not None:
-            yield from address_rules(key, reward.model.url)
+            yield from _address(key, reward.model.url)
         is_lost, key = reward.url is None and REMOTE in names, f"{name}.url"
         yield is_lost, f"{name}.name", f"remote needs {key}, the address of the server"
         if reward.url is not None:
@@ -431,7 +479,7 @@ def _servers(config: Config) -> Rules:
     yield rollout.urls and not served, key, f"{own} uses no servers; choose server"
     yield served and not rollout.urls, key, f"{own} needs the addresses of servers"
     for url in rollout.urls:
-        yield from address_rules(key, url)
+        yield from _address(key, url)
     yield len({url.rstrip("/") for url in rollout.urls}) < len(rollout.urls), key, "names a server twice"
     problem = f"there is one engine for each of the {len(rollout.urls)} rollout.urls; leave this key out"
     yield rollout.urls and rollout.num_engines != len(rollout.urls), "rollout.num_engines", problem

@@ -17,10 +17,9 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.data import DataConfig, DPOConfig, NamedData, RMConfig, SFTConfig
 from trainer.config.engines import EngineSpec, find_engine
 from trainer.config.fields import Section, matches, subsection, value_of, walk_keys, walk_sections
-from trainer.config.model import ModelConfig
 from trainer.config.rollout import EnvironmentConfig, InferenceConfig, RewardConfig, RewardModelConfig, RolloutConfig
 from trainer.config.tasks import OPTIONS, RoleSpec, ServerSpec, TaskSpec, find_task, servers_of
-from trainer.config.trainer import LoggerConfig, PlanConfig, TrainerConfig
+from trainer.config.trainer import LoggerConfig, ModelConfig, PlanConfig, TrainerConfig
 from trainer.errors import did_you_mean
 
 

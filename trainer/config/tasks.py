@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config.algorithm import TEACHER_KEY, TEACHER_LOGPROBS, TEACHER_URL
 from trainer.config.data import SIMPO
 from trainer.config.fields import matches, value_of
-from trainer.config.model import FSDPConfig, LoraConfig, OptimizerConfig
+from trainer.config.trainer import FSDPConfig, LoraConfig, OptimizerConfig
 from trainer.errors import UserError, did_you_mean
 from trainer.import_utils import import_function, import_numpy, user_code
 from trainer.process.model_server import LOGPROBS, SCORES, ModelServer, model_server
@@ -163,15 +163,18 @@ def policy_role(
         optimizer: None: `trainer.policy.optimizer`.
         updates_per_step: None: as `trainer.mini_batch_size` and `trainer.update_epochs` say.
     """
-    steps = updates_per_step or _updates_per_step(config)
-    optimizer = optimizer or config.trainer.policy.optimizer
-    return _trained_role(config, "policy", optimizer, skipped_steps=skipped_steps, updates_per_step=steps)
-
-
-def _trained_role(config: Config, name: str, optimizer: OptimizerConfig, **fields: Any) -> RoleSpec:
-    policy = config.trainer.policy
-    own = RoleSpec(name, trained=True, saved=True, optimizer=optimizer, section="trainer.policy")
-    return dataclasses.replace(own, sharding=policy.fsdp, lora=policy.lora, **fields)
+    t = config.trainer
+    return RoleSpec(
+        "policy",
+        trained=True,
+        saved=True,
+        section="trainer.policy",
+        sharding=t.policy.fsdp,
+        optimizer=optimizer or t.policy.optimizer,
+        lora=t.policy.lora,
+        skipped_steps=skipped_steps,
+        updates_per_step=updates_per_step or t.train_batch_size // t.mini_batch_size * t.update_epochs,
+    )
 
 
 def like_policy(config: Config, section: Any) -> OptimizerConfig:
@@ -180,26 +183,24 @@ def like_policy(config: Config, section: Any) -> OptimizerConfig:
 
 
 def critic_role(config: Config) -> RoleSpec:
-    """Return the trained critic."""
-    path, optimizer = config.trainer.critic.path, like_policy(config, config.trainer.critic.optimizer)
-    key, steps = POLICY_KEY if path is None else "trainer.critic.path", _updates_per_step(config)
-    weights = {"path": path, "path_key": key, "head": VALUE}
-    return _trained_role(config, "critic", optimizer, **weights, computes="values", updates_per_step=steps)
+    """Return the trained critic: as the policy, but for its head, its initial weights and its learning rate."""
+    path, own = config.trainer.critic.path, policy_role(config, like_policy(config, config.trainer.critic.optimizer))
+    key = POLICY_KEY if path is None else "trainer.critic.path"
+    return dataclasses.replace(own, name="critic", path=path, path_key=key, head=VALUE, computes="values")
 
 
 def reference_role(config: Config, moves: bool = True) -> RoleSpec:
     """Return the reference: the initial policy, or with `algorithm.ref_sync_interval` the policy of a later step."""
-    t, interval = config.trainer, config.algorithm.ref_sync_interval if moves else 0
-    is_copied = interval > 0
-    is_policy_base = t.policy.lora.rank is not None and not is_copied
+    policy, interval = config.trainer.policy, config.algorithm.ref_sync_interval
+    is_copied = moves and interval > 0
     return RoleSpec(
         "reference",
         saved=is_copied,
         computes="ref_logprobs",
         section="trainer.policy",
-        sharding=t.policy.fsdp,
+        sharding=policy.fsdp,
         sync_interval=interval if is_copied else None,
-        is_policy_base=is_policy_base,
+        is_policy_base=policy.lora.rank is not None and not is_copied,
     )
 
 
@@ -239,11 +240,6 @@ def check_roles(roles: Sequence[RoleSpec]) -> None:
                 f"the roles {role.name} and {other.name} have different paths, {role.path} and {other.path}, and one "
                 f"key, {role.path_key}; a resume compares their weights by the key, so give each its own"
             )
-
-
-def _updates_per_step(config: Config) -> int:
-    t = config.trainer
-    return t.train_batch_size // t.mini_batch_size * t.update_epochs
 
 
 def policy_gradient_roles(config: Config) -> tuple[RoleSpec, ...]:

@@ -1,22 +1,24 @@
-"""What `trainer evaluate` evaluates, from the words of its command line, and what it reads of the config."""
+"""`trainer evaluate`: what it evaluates, from the words of its command line, and what it reads of the config."""
 
 from __future__ import annotations
 
 import json
 import os
 import posixpath
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config import TaskSpec
+from trainer.config import Config, TaskSpec
+from trainer.config.command_line import parsed, refuse_unread, run_app
 from trainer.config.fields import matches
-from trainer.config.hydra import conf_dir, find_groups, store_recorded
-from trainer.config.overrides import parsed
+from trainer.config.hydra import conf_dir, find_groups, store_recorded, words_given
 from trainer.config.schema import KEYS, MAPPINGS, NAME, SECTIONS
 from trainer.errors import UserError
 from trainer.files.uris import is_url, problem_of
-from trainer.process.log_setup import ToolParser
+from trainer.import_utils import import_numpy
+from trainer.process.log_setup import ToolParser, guard_output, show
 
 if TYPE_CHECKING:
     from trainer.checkpoint.manifest import Checkpoint
@@ -40,6 +42,19 @@ _OF_RUN = ("trainer.run_name", "trainer.run_dir", "trainer.task", "model.chat_te
 """Keys of `READ` that an evaluation does not take from a run. The tokenizer in a checkpoint has the template."""
 FOLDER = "evaluations"
 """Directory of evaluations: in the run of a checkpoint on a disk, else in `outputs`."""
+
+_HELP = """usage: trainer evaluate RUN|CHECKPOINT|MODEL [--best | --step N] [KEY=VALUE ...]
+       trainer evaluate model.path=MODEL data=… [GROUP=CHOICE ...] [KEY=VALUE ...]
+
+Evaluate without training, and write results and transcripts to trainer.run_dir:
+
+  RUN         a run directory or URL: its newest checkpoint, the best one (--best), or that of a step
+  CHECKPOINT  a global_step_N directory or URL
+  MODEL       a Hugging Face directory, such as an export, or an id of the Hub; name the data, too
+
+A run or checkpoint brings its config, which KEY=VALUE overrides (docs/config.md). An evaluation that was killed
+continues when the same command is given again. docs/evaluation.md explains the rest.
+"""
 
 
 def _build(config: Any) -> NoReturn:
@@ -208,3 +223,36 @@ def _plain(name: str) -> str:
     """Return the last two parts of a path or id as one file name."""
     parts = [part for part in name.strip("'\"").split("/") if part not in ("", ".", "..", "policy")]
     return "-".join(parts[-2:]) or "model"
+
+
+def main() -> int | None:
+    """Do what the command line says; ends the process of a job."""
+    words = sys.argv[1:]
+    if not words or {"--help", "-h"} & set(words):
+        guard_output()
+        print(_HELP, end="")
+        return 0
+    subjects: list[Subject] = []
+
+    def begin(words: list[str]) -> list[str]:
+        subject, overrides = find_subject(words)
+        subjects.append(subject)
+        return overrides
+
+    run_app(lambda cfg: _evaluate(cfg, subjects[0]), "evaluate", begin=begin)
+    return None
+
+
+def _evaluate(cfg: Config, subject: Subject) -> None:
+    from trainer.metrics.timing import StartUp
+    from trainer.process.startup import stage
+
+    with StartUp():
+        refuse_unread(words_given(), cfg)
+        import_numpy()  # before torch does
+        with stage("importing torch and transformers"):
+            from trainer.evaluate.job import print_results, run_evaluation
+            from trainer.parallel.mesh import pick_device
+        results = run_evaluation(cfg, subject, pick_device(cfg.trainer.device, cfg.engine))
+    print_results(results)
+    show(f"results: {cfg.trainer.run_dir}; `trainer rollouts {cfg.trainer.run_dir}` prints the transcripts")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.config.model import ModelConfig
+from trainer.config.trainer import ModelConfig
 from trainer.files.documents import parse_json
 from trainer.generation.engine import CUT, Completion, Request, Sampling
 

@@ -25,7 +25,7 @@ from aiohttp import web
 from trainer.config import RolloutConfig
 from trainer.config.command_line import Outcome, outcome_of
 from trainer.config.engines import find_engine
-from trainer.config.model import ModelConfig
+from trainer.config.trainer import ModelConfig
 from trainer.errors import UserError, WorkerError, describe_error, one_line
 from trainer.generation import server_protocol as protocol
 from trainer.generation.engine import Completion, Request, SharedMemory, build_engine

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer.config import TinyConfig
-from trainer.config.model import LONGEST_OF_TINY, SEED_OF_TINY
+from trainer.config.trainer import LONGEST_OF_TINY, SEED_OF_TINY
 
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
 

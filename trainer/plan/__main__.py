@@ -35,12 +35,11 @@ def main() -> int | None:
 
 
 def _plan(cfg: Config) -> None:
+    from trainer.config.command_line import refuse_unread
     from trainer.config.hydra import words_given
-    from trainer.config.overrides import refuse_unread
     from trainer.plan.hardware import parse_cluster
-    from trainer.plan.layouts import timed_layouts
     from trainer.plan.plan import make_plan
-    from trainer.plan.report import as_text
+    from trainer.plan.report import as_text, timed_layouts
 
     refuse_unread([word for word in words_given() if not word.lstrip("+").startswith("plan.")], cfg)
     cluster = parse_cluster(cfg.plan.gpus)

@@ -51,7 +51,12 @@ class SweepCallback(Callback):
             )
         for override in overrides:
             if override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP:
-                _check_shown(override.key_or_group, list(override.sweep_string_iterator()))
+                key, values = override.key_or_group, set(override.sweep_string_iterator())
+                if len(set(redact_command([f"{key}={value}" for value in values]))) < len(values):
+                    raise UserError(
+                        f"{key}: the jobs of this sweep would differ only in a secret, and no directory can be named "
+                        "after it; sweep the name of an environment variable instead, or start the jobs one by one"
+                    )
         if any(o.key_or_group == "trainer.run_dir" and "${sweep_suffix:}" not in str(o.value()) for o in overrides):
             raise UserError(
                 "trainer.run_dir: all jobs of a sweep would share it; name the sweep with trainer.run_name=NAME, or "
@@ -88,16 +93,6 @@ class SweepCallback(Callback):
                 compare_runs(sorted(runs), os.path.join(directory, "sweep.png"))
             except (UserError, OSError) as error:
                 LOG.warning("the jobs were not compared (%s); `trainer compare RUN…` compares them", error)
-
-
-def _check_shown(key: str, values: list[str]) -> None:
-    """Refuse values that differ only in a secret: each job's directory is named after its value."""
-    shown = redact_command([f"{key}={value}" for value in values])
-    if len(set(shown)) < len(set(values)):
-        raise UserError(
-            f"{key}: the jobs of this sweep would differ only in a secret, and no directory can be named after it; "
-            "sweep the name of an environment variable instead, or start the jobs one by one"
-        )
 
 
 def _check_direction(config: DictConfig) -> None:

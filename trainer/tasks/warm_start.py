@@ -12,9 +12,8 @@ import tempfile
 from trainer.checkpoint.exports import is_exported
 from trainer.config import Config, TrainerConfig
 from trainer.config.fields import walk_keys
-from trainer.config.model import SEED_OF_TINY
 from trainer.config.schema import without_source
-from trainer.config.trainer import PROCESSES
+from trainer.config.trainer import PROCESSES, SEED_OF_TINY
 from trainer.errors import UserError
 from trainer.learner.learner import Learner
 from trainer.models.files import cache_directory

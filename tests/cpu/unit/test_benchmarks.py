@@ -35,7 +35,7 @@ from benchmarks import (
     warm_servers,
 )
 from trainer.config import compose
-from trainer.config.overrides import refuse_unread
+from trainer.config.command_line import refuse_unread
 from trainer.config.schema import is_name
 
 ROOT = Path(__file__).parents[3]

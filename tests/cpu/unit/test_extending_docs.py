@@ -30,8 +30,8 @@ from tests.support.toy import toy_config, toy_trainer
 from trainer.algorithms import Totals
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, ModelConfig, RolloutConfig, compose
+from trainer.config.command_line import unread_words
 from trainer.config.engines import find_engine
-from trainer.config.overrides import unread_words
 from trainer.config.rules import SavedRun
 from trainer.data.ledger import Ledger, find_curriculum
 from trainer.environments import Environment

@@ -20,7 +20,7 @@ from tests.soak.wire import Wire
 from tests.support.toy import toy_config, toy_run
 from tests.support.viewed_runs import make_episode
 from trainer.config import compose
-from trainer.config.overrides import refuse_unread
+from trainer.config.command_line import refuse_unread
 from trainer.data.records import encode
 
 

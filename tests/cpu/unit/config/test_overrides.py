@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.config import KEYS, config_of, explained
 from trainer.config import Config, TrainerConfig, compose
-from trainer.config.overrides import parsed, refuse_unread, unread_words
+from trainer.config.command_line import parsed, refuse_unread, unread_words
 from trainer.errors import UserError
 
 WRONG = {

@@ -10,8 +10,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from trainer.config import compose
-from trainer.config.hydra import read_yaml, register
-from trainer.config.overrides import kind_of_text, quoted, unquoted
+from trainer.config.hydra import kind_of_text, quoted, read_yaml, register, unquoted
 from trainer.config.schema import KEYS, NAME, SECTIONS
 from trainer.files.documents import dump_yaml
 

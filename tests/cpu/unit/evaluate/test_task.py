@@ -9,7 +9,7 @@ import pytest
 from tests.support.config import KEYS
 from trainer.cluster.resources import check_gpus, rank_groups
 from trainer.config import compose
-from trainer.config.overrides import refuse_unread
+from trainer.config.command_line import refuse_unread
 from trainer.errors import UserError
 from trainer.evaluate.subject import PATH, READ
 from trainer.tasks import build_task

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainer.config import Config, compose
 from trainer.plan.hardware import DEVICES, Cluster
-from trainer.plan.layouts import Layout, layouts, timed_layouts, with_changes
 from trainer.plan.plan import make_plan
+from trainer.plan.report import Layout, layouts, timed_layouts, with_changes
 
 
 def best_layout(cfg: Config, cluster: Cluster) -> Layout | None:

@@ -16,9 +16,8 @@ from tests.support.pages import ROOT
 from trainer.models.model_check import Verdict, keep_verdict, verdict_file
 from trainer.parallel.axes import axis_sizes
 from trainer.plan.hardware import COMPILED_KEEPS, Cluster
-from trainer.plan.layouts import Layout
 from trainer.plan.plan import make_plan
-from trainer.plan.report import as_text, notes, verdict, words
+from trainer.plan.report import Layout, as_text, notes, verdict, words
 
 PAGE = (ROOT / "docs/scale.md").read_text()
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.runs import configured
 from trainer.config import TASKS, Config, DataConfig, EnvironmentConfig, RewardConfig
+from trainer.config.command_line import unread_words
 from trainer.config.data import SourceConfig, ValSetConfig
-from trainer.config.overrides import unread_words
 from trainer.errors import UserError
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.rewards.scorer import RankScorer
