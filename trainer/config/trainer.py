@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.config.fields import LARGEST_SEED, LONGEST_TIME, ResumeRule, Section, setting, subsection
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
 
 LOAD_COMPONENTS = ("weights", "optimizer", "rng", "data", "state")
 LAYOUT_KEYS = ("dp_replicate", "context_parallel_size", "tensor_parallel_size")
@@ -104,11 +101,7 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear warm-up from 0."""
     min_lr_ratio: float = setting(0.1, at_least=0, at_most=1, resume="update")
     """Learning rate at the end of `cosine`, as a share of `lr`."""
-    schedule_steps: int | None = setting(
-        None,
-        at_least=1,
-        resume=SCHEDULE_STEPS,
-    )
+    schedule_steps: int | None = setting(None, at_least=1, resume=SCHEDULE_STEPS)
     """Steps of the run after which `cosine` has ended; later steps keep its last value. null: the steps of the run
     (`trainer.total_steps`, `sft.steps`). With a number, a run can be extended without changing the schedule."""
 
@@ -384,13 +377,3 @@ class PlanConfig(Section):
     """Tokens of a completion, on average; with an environment, of all replies and messages after the prompt. null: half
     of `rollout.max_response_tokens`, or of what the prompt leaves of the longest episode; in supervised training, what
     the prompt leaves of `sft.max_length`."""
-
-    def mean_prompt(self, config: Config) -> int:
-        """Return the tokens of a prompt of a rollout, on average."""
-        return self.prompt_tokens or max(1, config.rollout.max_prompt_tokens // 2)
-
-    def most_response_tokens(self, config: Config) -> int:
-        """Return the most tokens after the prompt in a rollout; with an environment, those of all turns."""
-        if not any(environment.name for environment in config.environments):
-            return config.rollout.max_response_tokens
-        return max(1, config.longest_sequence - self.mean_prompt(config))

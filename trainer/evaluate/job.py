@@ -57,14 +57,7 @@ from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_s
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import (
-    VAL_SETS,
-    check_source,
-    find_refusals,
-    make_routes,
-    read_prompts,
-    read_source,
-)
+from trainer.sources.routes import VAL_SETS, check_source, find_refusals, make_routes, read_prompts, read_source
 from trainer.tasks.base import tokenizer_of
 
 LOG = logging.getLogger(__name__)

@@ -203,11 +203,7 @@ def shared_weights(cfg: Config, policy: ModelShape, cluster: Cluster) -> int:
 
 
 def _host(
-    cfg: Config,
-    cluster: Cluster,
-    roles: Sequence[PlannedRole],
-    engine: PlannedEngine | None,
-    members: Sequence[Member],
+    cfg: Config, cluster: Cluster, roles: Sequence[PlannedRole], engine: PlannedEngine | None, members: Sequence[Member]
 ) -> int:
     """Return the bytes of host memory on the fullest node, without those in shared memory."""
     device = cluster.device

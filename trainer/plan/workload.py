@@ -139,24 +139,24 @@ def workload_of(cfg: Config, sizes: Sizes, packs: bool = True) -> Workload:
     t, r, p = cfg.trainer, cfg.rollout, cfg.plan
     dp = math.prod(size for name, size in sizes.items() if not AXES[name].same_rows)
     micro = t.max_tokens_per_micro_batch * sizes["cp"]
+    shares = packs and cfg.model.attn_implementation == "sdpa"
     if not cfg.task.generates:
-        length = cfg.longest_row
+        length, n = cfg.longest_row, cfg.task.rows_of_group
         prompt = p.prompt_tokens or max(1, length // 2)
         response = p.response_tokens or max(1, length - prompt)
-        tokens, n = max(micro, length), cfg.task.rows_of_group
         if n:
-            steps, shares = cfg.roles[0].updates_per_step, packs and cfg.model.attn_implementation == "sdpa"
-            groups, epochs = t.train_batch_size, t.update_epochs
-            work = (groups, n, prompt, response, length, 0, steps, epochs, dp, sizes["cp"], tokens, shares)
-            return Workload(*work, fixed_tokens=False, packs=packs)
-        rows = max(1, cfg.sft.batch_size * length // (prompt + response))
-        return Workload(rows, 1, prompt, response, length, 0, 1, 1, dp, sizes["cp"], tokens, False, True, packs)
-    reply, left = r.max_response_tokens, p.most_response_tokens(cfg)
+            work = t.train_batch_size, n, prompt, response, length, 0, cfg.roles[0].updates_per_step, t.update_epochs
+        else:
+            work = max(1, cfg.sft.batch_size * length // (prompt + response)), 1, prompt, response, length, 0, 1, 1
+        return Workload(*work, dp, sizes["cp"], max(micro, length), bool(n) and shares, n == 0, packs)
+    prompt, reply = p.prompt_tokens or max(1, r.max_prompt_tokens // 2), r.max_response_tokens
+    has_turns = any(environment.name for environment in cfg.environments)
+    left = max(1, cfg.longest_sequence - prompt) if has_turns else reply  # most tokens after the prompt, of all turns
     policy = next(role for role in cfg.roles if role.name == "policy")
     return Workload(
         groups=t.train_batch_size,
         n=r.n,
-        prompt=p.mean_prompt(cfg),
+        prompt=prompt,
         response=p.response_tokens or max(1, left // 2),
         longest=cfg.longest_sequence,
         longest_response=max(min(e.max_turns * reply, left) if e.name else reply for e in cfg.environments),
@@ -165,7 +165,7 @@ def workload_of(cfg: Config, sizes: Sizes, packs: bool = True) -> Workload:
         dp=dp,
         cp=sizes["cp"],
         row_tokens=max(micro, cfg.longest_sequence),
-        shares_prompts=packs and r.n > 1 and cfg.model.attn_implementation == "sdpa",
+        shares_prompts=shares and r.n > 1,
         packs=packs,
     )
 
