@@ -8,7 +8,8 @@ after the same step, and the same share of a step later. Then each continues by 
 
 Prints for each kill which share of the steps after the checkpoint has the logged values of the uninterrupted run, all
 of them but times to the last bit, and how long it takes from the command until the step that was under way is trained
-again, start-up apart. Two uninterrupted runs of TRL show whether it repeats itself at all.
+again, start-up apart. CPU seconds are those of all processes from the command to the end of the first step: they count
+where other jobs use the machine. Two uninterrupted runs of TRL show whether it repeats itself at all.
 
 TRL goes into a virtual environment of its own, which is made once (`--venv`).
 """
@@ -50,6 +51,8 @@ class Started:
 
     begin: float | None = None
     """When the first step of this start began."""
+    cpu: float = 0.0
+    """CPU seconds of all processes until the first step was logged."""
     ends: dict[int, float] = field(default_factory=dict)
     """When each step of this start was logged."""
     status: int | None = None
@@ -108,6 +111,7 @@ class Side(ABC):
                     continue
                 found.ends[step] = now
                 found.begin = found.begin or now - self.seconds(row)
+                found.cpu = found.cpu or cpu_seconds(job)
                 if kill and step == kill[0]:
                     moment = now + kill[1]
             if now >= moment:
@@ -188,10 +192,23 @@ class Ours(Side):
         return max(int(path.name.rpartition("_")[2]) for path in (out / "checkpoints").glob("global_step_*"))
 
 
-def kill_tree(job: subprocess.Popen) -> None:
-    """Kill a process and all that it has started."""
+def tree(job: subprocess.Popen) -> list[psutil.Process]:
+    """Return a process and all that it has started."""
     top = psutil.Process(job.pid)
-    processes = [top, *top.children(recursive=True)]
+    return [top, *top.children(recursive=True)]
+
+
+def cpu_seconds(job: subprocess.Popen) -> float:
+    """Return the CPU seconds of a job, with those of processes that have ended and were waited for."""
+    total = 0.0
+    for process in tree(job):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+def kill_tree(job: subprocess.Popen) -> None:
+    processes = tree(job)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -209,6 +226,8 @@ class Measured:
     equal: float
     """Share of the steps after the checkpoint with the values of the uninterrupted run."""
     startup: float
+    cpu: float
+    """CPU seconds of the restart until the end of its first step."""
     again: float
     """Seconds from the first step of the restart until the lost step was logged."""
     same_weights: bool
@@ -235,6 +254,7 @@ def measure(side: Side, root: Path, whole: Path, number: int, step: int, fractio
         lost=lost,
         equal=equal,
         startup=restarted.begin - begin,
+        cpu=restarted.cpu,
         again=restarted.ends[lost] - restarted.begin,
         same_weights=side.weights(out) == side.weights(whole),
     )
@@ -255,7 +275,8 @@ def main() -> None:
     after = sorted(chosen.sample(range(args.save_every + 1, args.steps - 1), args.kills))
     moments = [(step, round(chosen.random(), 2)) for step in after]
     columns = (
-        "killed after", "", "checkpoint", "start-up", "lost step again", "steps again", "equal steps", "same weights"
+        "killed after", "", "checkpoint", "start-up", "CPU to the first step", "lost step again", "steps again",
+        "equal steps", "same weights",
     )  # fmt: skip
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -275,7 +296,7 @@ def main() -> None:
                 totals[side.name].append(one)
                 print(
                     f"| {step} + {fraction:.2f} | {side.name} | {one.checkpoint} | {one.startup:.1f} s | "
-                    f"{one.again:.1f} s | {one.lost - one.checkpoint} | {one.equal:.0%} | "
+                    f"{one.cpu:.1f} s | {one.again:.1f} s | {one.lost - one.checkpoint} | {one.equal:.0%} | "
                     f"{'yes' if one.same_weights else 'no'} |",
                     flush=True,
                 )
@@ -296,7 +317,8 @@ def print_summary(side: Side, root: Path, kills: list[Measured]) -> None:
         f"{side.name}: {mean(one.equal for one in kills):.0%} of the steps after a checkpoint are equal; start-up "
         f"{median(one.startup for one in kills):.1f} s, then {median(one.again for one in kills):.1f} s until the lost "
         f"step is trained again, together {median(one.startup + one.again for one in kills):.1f} s (medians of "
-        f"{len(kills)} kills); an uninterrupted step takes "
+        f"{len(kills)} kills), {median(one.cpu for one in kills):.1f} CPU seconds to the end of the first step; "
+        f"an uninterrupted step takes "
         f"{median(side.seconds(row) for row in whole.values()):.2f} s, and {repeated:.0%} of the steps of two "
         f"uninterrupted runs are equal{' but for ' + ', '.join(differing) if differing else ''}"
     )
