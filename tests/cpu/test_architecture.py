@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": {"algorithms", "parallel", "sandbox"},
     "workers": {"models", "parallel", "algorithms", "objectives"},
     "generation": {"checkpoint", "cluster", "models", "parallel"},
-    "inference": {"generation", "models", "parallel", "sandbox"},
+    "inference": {"cluster", "generation", "models", "parallel", "sandbox"},
     "environments": {"journal", "generation", "data", "sandbox", "rewards"},
     "agents": {"environments", "generation", "data", "sandbox", "rewards"},
     "run": {"checkpoint", "metrics"},

@@ -7,10 +7,11 @@ import logging
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from trainer.cluster.resources import FindGpus
 from trainer.errors import (
@@ -56,19 +57,13 @@ class Timeouts:
             raise WorkerError(f"{process} died, and the job with it", "restart it with the same command", "cluster")
 
 
-class Cluster(ABC):
+class Cluster(AbstractContextManager):
     """Starts the worker groups of a job: `ray_cluster.RayCluster`, or one that uses this machine alone. A context
     manager: no process outlives the block."""
 
     device: str  # `cuda` or `cpu`
     object_store_bytes = 0  # shared memory that stored values may use, in bytes
     is_local = True  # all processes are on this machine, so that ranks meet at a file
-
-    @abstractmethod
-    def __enter__(self) -> Self: ...
-
-    @abstractmethod
-    def __exit__(self, *_: Any) -> None: ...
 
     @abstractmethod
     def count_ranks(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+from trainer.cluster.supervisor import adopt_orphans, end_all, is_running
 from trainer.errors import WorkerError
 from trainer.files.shared_memory import PrivateDirectory
 from trainer.process import time_limits
@@ -36,7 +36,6 @@ _PREFIX = "trainer-inference-"
 _FAILED_STARTS = 5  # starts in a row without an engine that served, after which the server ends
 _PROMPT_TOKENS = 4096  # tokens of a prompt that an engine certainly reads within `SERVER_HANG_S`
 _SEGMENT = re.compile(r"(/dev/shm/(?:psm_|sem\.mp-)\w+)$", re.MULTILINE)
-_PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_SOCKET_PATH, _UUID_CHARS = 107, 37
 
 
@@ -73,7 +72,7 @@ class Backend:
         self._load_began: float | None = None
         self._segments: set[str] = set()  # shared memory of the processes, which a killed one leaves behind
         self.session: aiohttp.ClientSession
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here if the reaper is killed
+        adopt_orphans()  # they come here if the reaper is killed
 
     def fail(self, reason: str, start_id: str) -> None:
         """Let the engine be ended and started again, if this start of it still runs."""
@@ -201,17 +200,15 @@ class Backend:
                 one.send_signal(signal.SIGTERM)
                 one.send_signal(signal.SIGCONT)
         deadline = time.monotonic() + time_limits.SERVER_STOP_S
-        while any(map(_lives, below)) and time.monotonic() < deadline:
+        while any(map(is_running, below)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         process.terminate()
         process.send_signal(signal.SIGCONT)
         while process.poll() is None and time.monotonic() < deadline + time_limits.SERVER_STOP_S:
             await asyncio.sleep(0.05)
         kept = (process.pid, SIGNALS.watching_process)
-        for one in [*below, *_below(os.getpid())]:  # orphans of a reaper that was killed
-            if one.pid not in kept and _lives(one) and not is_tracker(one):
-                with contextlib.suppress(psutil.Error):
-                    one.kill()
+        orphans = _below(os.getpid())  # of a reaper that was killed
+        end_all([one for one in [*below, *orphans] if one.pid not in kept and is_running(one) and not is_tracker(one)])
         if process.poll() is None:
             process.kill()
         process.wait()
@@ -247,9 +244,3 @@ def _mapped_segments(pid: int) -> set[str]:
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as file:
             found.update(_SEGMENT.findall(file.read()))
     return found
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
