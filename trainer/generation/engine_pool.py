@@ -89,7 +89,6 @@ class EnginePool:
         self._cluster = cluster
         self._fixed = ranks if isinstance(ranks, FixedWeights) else None
         self._ranks = ranks
-        self._model_path = model_path
         self._version = 0
         self._keeps_weights = keeps_weights = keeps_weights or cfg.rollout.fleet  # for engines that join at any time
         self._has_initial_weights = False  # the weights of the policy are those that engines start with

@@ -181,7 +181,7 @@ def test_requests_under_way_survive_a_sync_that_does_not_drop_them(start, monkey
     requests = [Request([i, 0], i, SAMPLED) for i in range(200)]  # so many that they are under way for long enough
     requests[11] = Request([plain_engine.WAITS, 4], 11, SAMPLED)
     waiting = begin(pool, requests)
-    wait_for(lambda: len(list(Path(pool._model_path).glob("answered *"))) >= 2)
+    wait_for(lambda: len(list(Path(pool._ends.model_path).glob("answered *"))) >= 2)
     pool.sync_weights(2, "keep")
     completions = waiting.result()
     weights = {one.weight_versions: int(one.token_ids[-1]) for one in completions}
@@ -352,7 +352,7 @@ def test_engines_follow_ranks_that_start_again_on_fewer_gpus(shared):
     """A node was lost with ranks and engines. The engine that is left has the GPU of no rank."""
     pool, ranks = shared
     cluster = pool._cluster
-    factory = functools.partial(PlainRank, str(pool._model_path))
+    factory = functools.partial(PlainRank, str(pool._ends.model_path))
     cluster.release(ranks.policy)
     ranks.policy = cluster.launch_ranks("rank", factory, {}, count=1)
     assert ranks.policy.placements()[0]["gpus"] == ["2"]
