@@ -66,19 +66,16 @@ def main() -> int | None:
     if command in ("--version", "-V"):
         print(f"trainer {__version__}")
         return 0
-    show(f"error: {_unknown(command, words)}", error=True)
-    return 2
-
-
-def _unknown(command: str, words: list[str]) -> str:
-    """Return the sentence about a first word that is no command."""
     import shlex
 
     from trainer.errors import did_you_mean
 
     if "=" in command or command.startswith("-"):
-        return f"{command}: a command comes first; write trainer train {shlex.join(words)}"
-    return f"{command}: no such command; {did_you_mean(command, COMMANDS) or 'choose one of ' + ', '.join(COMMANDS)}"
+        problem = f"a command comes first; write trainer train {shlex.join(words)}"
+    else:
+        problem = f"no such command; {did_you_mean(command, COMMANDS) or 'choose one of ' + ', '.join(COMMANDS)}"
+    show(f"error: {command}: {problem}", error=True)
+    return 2
 
 
 if __name__ == "__main__":

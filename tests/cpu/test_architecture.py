@@ -126,7 +126,7 @@ def test_config_names_no_upper_room():
 
 
 MOST_LINES = {
-    "trainer main jobs __main__ tasks": (1372, 1400),
+    "trainer main jobs __main__ tasks": (1369, 1400),
     "run process": (3485, 2600),
     "sources generation journal environments agents": (12820, 8500),
     "inference": (1590, 900),
@@ -138,7 +138,7 @@ MOST_LINES = {
     "cluster": (2305, 2200),
     "data": (2905, 1900),
     "metrics reports": (2997, 3200),
-    "config": (4114, 3200),
+    "config": (4109, 3200),
     "plan": (2151, 1650),
     "view": (900, 900),
     "evaluate": (611, 500),

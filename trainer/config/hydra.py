@@ -21,13 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config import schema
-from trainer.config.fields import value_of, walk_keys, walk_sections
+from trainer.config.fields import value_of, walk_sections
 from trainer.config.rollout import RolloutConfig
 from trainer.config.rules import validate
 from trainer.config.schema import Config
 from trainer.config.tasks import find_task
 from trainer.errors import UserError, as_list, did_you_mean, one_line
-from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact, redact_command
+from trainer.files.redaction import HIDDEN, hidden_keys, name_secrets, redact_command
 
 S = TypeVar("S")
 
@@ -244,11 +244,10 @@ def _set_defaults_of_task(config: Config) -> None:
 
 
 def read_section(given: Any, key: str, base: S) -> S:
-    """Return the section that `given` describes, with every value checked on its own. What is not given is as in
-    `base`, a section of the same class.
+    """Return the section that `given` describes. What is not given is as in `base`, a section of the same class.
 
     Raises:
-        UserError: one sentence that names the key, its value and what is valid.
+        UserError: one sentence that names the key, its value and what is valid. `validate` checks the bounds.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -259,13 +258,9 @@ def read_section(given: Any, key: str, base: S) -> S:
         raise UserError(f"{key}={given}: is a section; its keys are {valid}")
     _drop_options_of_other_names(section, given)
     try:
-        section = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), given))  # type: ignore[assignment]
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(section), given))  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise _refusal(error, prefix=f"{key}.") from error
-    for name, value, constraint in walk_keys(section, key):
-        if (problem := constraint.problem(value)) is not None:
-            raise UserError(f"{name}={redact(value, name)}: {problem}")
-    return section
 
 
 def _drop_options_of_other_names(section: Any, given: Mapping[str, Any]) -> None:

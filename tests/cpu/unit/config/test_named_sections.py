@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.config import refusal_of
 from trainer.config import EnvironmentConfig, RewardConfig
 from trainer.config.data import ValSetConfig
 from trainer.config.hydra import read_section
@@ -37,11 +38,9 @@ def test_another_function_does_not_get_the_arguments_of_the_one_before():
     [
         (3, "^data.val_sets.x=3: is a section; its keys are files, "),
         ({"file": ["a"]}, "^data.val_sets.x.file: no such key; .*files"),
-        ({"n": 0}, "^data.val_sets.x.n=0: must be at least 1$"),
         ({"n": "many"}, "^data.val_sets.x.n: Value 'many' of type 'str' could not be converted .*; it must be int$"),
         ({"interval": "often"}, "^data.val_sets.x.interval: Value 'often' .*; it must be int . null$"),
         ({"files": "a.jsonl"}, "^data.val_sets.x.files: .*it must be list"),
-        ({"reward": {"timeout_s": -1}}, "^data.val_sets.x.reward.timeout_s=-1.0: must be at least 0.001$"),
         ({"environment": {"turns": 2}}, "^data.val_sets.x.environment.turns: no such key; .*max_turns"),
         ({"environment": "a:B"}, "^data.val_sets.x.environment: is a section, and takes no value; its keys are "),
     ],
@@ -49,3 +48,10 @@ def test_another_function_does_not_get_the_arguments_of_the_one_before():
 def test_a_wrong_value_is_refused_by_its_key(given, message):
     with pytest.raises(UserError, match=message):
         read_section(given, "data.val_sets.x", ValSetConfig())
+
+
+def test_a_value_out_of_its_bounds_is_refused_by_its_key():
+    of_set, named = "data.val_sets.x", ["data.val_sets.x.files=[a]"]
+    assert refusal_of([*named, f"{of_set}.n=0"]) == f"{of_set}.n=0: must be at least 1"
+    late = refusal_of([*named, f"{of_set}.reward.timeout_s=-1"])
+    assert late == f"{of_set}.reward.timeout_s=-1.0: must be at least 0.001"
