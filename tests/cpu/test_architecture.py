@@ -128,7 +128,7 @@ def test_config_names_no_upper_room():
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1369, 1400),
     "run process": (3485, 2600),
-    "sources generation journal environments agents": (12820, 8500),
+    "sources generation journal environments agents": (12807, 8500),
     "inference": (1590, 900),
     "rewards": (972, 900),
     "sandbox": (1284, 1200),
@@ -141,7 +141,7 @@ MOST_LINES = {
     "config": (4109, 3200),
     "plan": (2151, 1650),
     "view": (900, 900),
-    "evaluate": (611, 500),
+    "evaluate": (620, 500),
     "api": (574, 350),
     "sweeps": (191, 200),
     "files errors episodes import_utils seeding": (1534, 1200),

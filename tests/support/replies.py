@@ -21,7 +21,7 @@ from trainer.rewards.scoring import RewardPool
 from trainer.sources.evaluation import RolloutEvaluator
 from trainer.sources.in_flight import InFlightSource
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import make_routes, read_prompts, read_source
+from trainer.sources.routes import make_routes, make_scorers, read_prompts, read_source
 from trainer.sources.sampling import SamplingSource
 
 
@@ -92,7 +92,7 @@ def sampling_source(
     sources = [f"mix.{name}" for name in sorted(cfg.data.mix)]
     sources += [""] if cfg.data.val_files or not sources else []
     sources += [f"val_sets.{name}" for name in cfg.data.val_sets]
-    routes = make_routes(cfg, sources, scorer_of, tokenizer)
+    routes = make_routes(cfg, make_scorers(cfg, sources, scorer_of), tokenizer)
     journal = journal or Journal(cfg.trainer.run_dir, Identity("", ""), lambda: None, is_on=False)
     rollouts = Rollouts(cfg, engines, stop_token_ids(model, tokenizer), routes, journal)
     kind = InFlightSource if cfg.rollout.in_flight_updates else SamplingSource

@@ -57,7 +57,15 @@ from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_s
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row
 from trainer.sources.rollouts import Rollouts
-from trainer.sources.routes import VAL_SETS, check_source, find_refusals, make_routes, read_prompts, read_source
+from trainer.sources.routes import (
+    VAL_SETS,
+    check_source,
+    find_refusals,
+    make_routes,
+    make_scorers,
+    read_prompts,
+    read_source,
+)
 from trainer.tasks.base import tokenizer_of
 
 LOG = logging.getLogger(__name__)
@@ -189,9 +197,10 @@ def _run(cfg: Config, subject: Subject, device: str, lock: RunLock, results: Res
         cluster = ends.enter_context(cluster_of(cfg, device))
         pool = EnginePool(cfg, cluster, weights, path, keeps_weights=True)
         ends.callback(pool.leave)
-        routes = make_routes(
-            cfg, sources.values(), lambda own: None if own.environment.name else make_scorer(own, cache), tokenizer
+        scorers = make_scorers(
+            cfg, sources.values(), lambda own: None if own.environment.name else make_scorer(own, cache)
         )
+        routes = make_routes(cfg, scorers, tokenizer)
         rollouts = Rollouts(cfg, pool, stop_token_ids(path, tokenizer), routes, journal)
         ends.enter_context(rollouts)
         with stage("starting the engines"):

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -54,10 +54,7 @@ def encode_batch(step: int, batch: StepBatch, settings: Mapping[str, str]) -> by
     Args:
         settings: digests of those that decide rollouts and rewards, by key.
     """
-    used = [
-        dict(zip(("dataset", "epoch", "index", "reward"), (*astuple(row.index), row.reward), strict=True))
-        for row in batch.used
-    ]
+    used = [{**vars(row.index), "reward": row.reward} for row in batch.used]
     about = {"used": used, "metrics": batch.metrics, "settings": dict(settings)}
     return encode(step, batch.episodes, about={"batch": json.dumps(about)})
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -47,8 +47,33 @@ class GroupState(Enum):
     TAKEN = "taken"  # a step uses it up: the step trains on it, or has filtered it out
 
 
+class _FlyingGroup:
+    """A row that is admitted and not committed: its episodes are sampled, or the journal has them.
+
+    Args:
+        last_step: the last step that can train on it.
+        version: of the weights when it was admitted.
+    """
+
+    def __init__(self, row: SampleIndex, last_step: int, version: int):
+        self.row = row
+        self.last_step = last_step
+        self.version = version
+        self.state = GroupState.RUNNING
+        self.is_needed = False  # the next step needs it: it waits for no later weights
+        self.groups: list[Group] = []  # its episodes, and its baseline
+        self.sampled_by: list[int] = []  # the versions that its records name
+        self.began_at = time.monotonic()
+        self.ended_at: float | None = None
+        self.task: asyncio.Task[RowGroup]
+
+    def move(self, before: GroupState, after: GroupState) -> None:
+        assert self.state is before, f"group {self.row} is {self.state.value}, not to be {after.value}"
+        self.state = after
+
+
 class Flight:
-    """The states of the groups that are admitted and not committed, by numbers in the order of their rows.
+    """The groups that are admitted and not committed.
 
     A group:
 
@@ -70,62 +95,43 @@ class Flight:
     def __init__(self, batch: int, max_staleness: int):
         self._batch = batch
         self._most = (max_staleness + 1) * batch
-        self._next = 0
-        self._states: dict[int, GroupState] = {}
-        self._charged: set[int] = set()  # groups that are taken, and whose weights are not published
-
-    def within(self, *states: GroupState) -> list[int]:
-        """Return the groups in one of these states."""
-        return [number for number, state in self._states.items() if state in states]
+        self.groups: list[_FlyingGroup] = []
+        """In the order of their rows. A new one is added at the end."""
+        self._charged: list[_FlyingGroup] = []  # those that are taken, and whose weights are not published
 
     @property
-    def untaken(self) -> list[int]:
-        return self.within(GroupState.RUNNING, GroupState.FINISHED)
+    def untaken(self) -> list[_FlyingGroup]:
+        return [group for group in self.groups if group.state is not GroupState.TAKEN]
 
     def capacity(self) -> int:
         """Return how many groups can be admitted now. Those that a step has filtered out are not charged."""
         return max(0, self._most - len(self.untaken) - min(len(self._charged), self._batch))
 
-    def admit(self, count: int) -> list[int]:
-        """Admit groups; return their numbers."""
-        numbers = list(range(self._next, self._next + count))
-        self._states |= dict.fromkeys(numbers, GroupState.RUNNING)
-        self._next += count
-        return numbers
-
-    def finish(self, number: int) -> None:
-        """All of the group is there."""
-        self._move([number], GroupState.RUNNING, GroupState.FINISHED)
-
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> list[_FlyingGroup] | None:
         """Take the next `count` groups. None: they are not there, or not finished."""
         chosen = self.untaken[:count]
-        if len(chosen) < count or any(self._states[number] is not GroupState.FINISHED for number in chosen):
+        if len(chosen) < count or any(group.state is not GroupState.FINISHED for group in chosen):
             return None
-        self._move(chosen, GroupState.FINISHED, GroupState.TAKEN)
-        self._charged.update(chosen)
+        for group in chosen:
+            group.move(GroupState.FINISHED, GroupState.TAKEN)
+        self._charged += chosen
         return chosen
 
-    def give_back(self, numbers: Iterable[int]) -> None:
+    def give_back(self, groups: Sequence[_FlyingGroup]) -> None:
         """The step does not need these groups: another one takes them."""
-        numbers = list(numbers)
-        self._move(numbers, GroupState.TAKEN, GroupState.FINISHED)
-        self._charged.difference_update(numbers)
+        for group in groups:
+            group.move(GroupState.TAKEN, GroupState.FINISHED)
+        self._charged = [group for group in self._charged if group not in groups]
 
     def publish(self) -> None:
         """The weights of the step that has taken groups are published."""
         self._charged.clear()
 
-    def forget(self, numbers: Iterable[int]) -> None:
+    def forget(self, groups: Sequence[_FlyingGroup]) -> None:
         """The step that has taken these groups is committed."""
-        for number in numbers:
-            assert self._states.pop(number) is GroupState.TAKEN, f"group {number} was not taken"
-
-    def _move(self, numbers: Iterable[int], before: GroupState, after: GroupState) -> None:
-        for number in numbers:
-            state = self._states[number]
-            assert state is before, f"group {number} is {state.value}, not to be {after.value}"
-            self._states[number] = after
+        for group in groups:
+            assert group.state is GroupState.TAKEN, f"group {group.row} was not taken"
+            self.groups.remove(group)
 
 
 class WeightHistories:
@@ -159,26 +165,6 @@ class WeightHistories:
 
     def forget_before(self, version: int) -> None:
         self._histories = {v: h for v, h in self._histories.items() if v >= version}
-
-
-class _FlyingGroup:
-    """A group that is sampled, or that the journal has.
-
-    Args:
-        last_step: the last step that can train on it.
-        version: of the weights when it was admitted.
-    """
-
-    def __init__(self, row: SampleIndex, last_step: int, version: int):
-        self.row = row
-        self.last_step = last_step
-        self.version = version
-        self.is_needed = False  # the next step needs it: it waits for no later weights
-        self.groups: list[Group] = []  # its episodes, and its baseline
-        self.sampled_by: list[int] = []  # the versions that its records name
-        self.began_at = time.monotonic()
-        self.ended_at: float | None = None
-        self.task: asyncio.Task[RowGroup]
 
 
 class _GroupInFlight(Group):
@@ -251,10 +237,8 @@ class InFlightSource(SamplingSource):
         self.histories = WeightHistories()
         self.changes = Changes()
         """Notified when there are new weights, or groups are needed, or have ended."""
-        self._flying: dict[int, _FlyingGroup] = {}
-        """The groups that are admitted and not committed, by their numbers."""
         self._flight = self._new_flight()
-        self._used: list[int] = []  # the groups that the step uses up
+        self._used: list[_FlyingGroup] = []  # the groups that the step uses up
         self._published_at = time.monotonic()
 
     def _new_flight(self) -> Flight:
@@ -284,20 +268,18 @@ class InFlightSource(SamplingSource):
         # How long engines had something to generate since the last weights, and how long they had not.
         since, now = self._published_at, time.monotonic()
         self._published_at = now
-        spans = [(max(one.began_at, since), one.ended_at or now) for one in self._flying.values()]
+        spans = [(max(one.began_at, since), one.ended_at or now) for one in self._flight.groups]
         busy = covered(spans)
         self._speeds["time/generation"] = busy
-        if self._admissible(len(self._flying) - len(self._used)):  # else engines wait for nothing
+        if self._admissible(len(self._flight.groups) - len(self._used)):  # else engines wait for nothing
             self._speeds["time/wait_weights"] = now - since - busy
 
     def _commit(self, step: int) -> None:
-        for number in self._used:
-            del self._flying[number]
         self._flight.forget(self._used)
         self._used = []
         # Also the histories of groups that a dead run has recorded, and that are not admitted again yet.
         versions = [self._version - self.cfg.rollout.max_staleness]
-        versions += [version for one in self._flying.values() for version in (one.version, *one.sampled_by)]
+        versions += [version for one in self._flight.groups for version in (one.version, *one.sampled_by)]
         if (recorded := self.rollouts.journal.replay.oldest_version()) is not None:
             versions.append(recorded)
         self.histories.forget_before(min(versions))
@@ -319,15 +301,15 @@ class InFlightSource(SamplingSource):
 
     def _admit(self) -> None:
         """Begin the next groups."""
-        count = self._admissible(len(self._flying))
-        rows = self.ledger.peek(count, in_flight=[flying.row for flying in self._flying.values()])
+        groups = self._flight.groups
+        count = self._admissible(len(groups))
         last_step = self._version + self.cfg.rollout.max_staleness
-        for number, row in zip(self._flight.admit(count), rows, strict=True):
-            flying = self._flying[number] = _FlyingGroup(row, last_step, self._version)
-            flying.task = asyncio.ensure_future(self._fly(number, flying))
+        for row in self.ledger.peek(count, in_flight=[flying.row for flying in groups]):
+            groups.append(flying := _FlyingGroup(row, last_step, self._version))
+            flying.task = asyncio.ensure_future(self._fly(flying))
             flying.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `_more_groups` raises it
 
-    async def _fly(self, number: int, flying: _FlyingGroup) -> RowGroup:
+    async def _fly(self, flying: _FlyingGroup) -> RowGroup:
         """Sample one group, with its baseline."""
 
         async def sample(numbers: Sequence[int], greedy: bool) -> list[Episode]:
@@ -346,7 +328,7 @@ class InFlightSource(SamplingSource):
             if self._needs_baselines:
                 groups = self._baselined(groups, await sample([-1], greedy=True))
             failpoint("in_flight:finished")
-            self._flight.finish(number)
+            flying.move(GroupState.RUNNING, GroupState.FINISHED)
             return groups[0]
         finally:
             flying.ended_at = time.monotonic()
@@ -368,8 +350,8 @@ class InFlightSource(SamplingSource):
         """Wait for the next groups to train on."""
         self._admit()  # groups that the step has filtered out make room
         wanted = self.cfg.trainer.train_batch_size
-        while (numbers := self._flight.take(wanted)) is None:
-            next_ones = [self._flying[number] for number in self._flight.untaken[:wanted]]
+        while (taken := self._flight.take(wanted)) is None:
+            next_ones = self._flight.untaken[:wanted]
             for flying in next_ones:
                 flying.is_needed = True
             self.changes.notify()
@@ -378,9 +360,8 @@ class InFlightSource(SamplingSource):
                     flying.task.result()  # raises what has ended it
             if running := [flying.task for flying in next_ones if not flying.task.done()]:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        self._used += numbers
+        self._used += taken
         failpoint("in_flight:taken")
-        taken = [self._flying[number] for number in numbers]
         for flying in taken:
             for group in flying.groups:
                 step.replies.update(group.replies)
@@ -405,6 +386,6 @@ class InFlightSource(SamplingSource):
         return [*ahead, dataclasses.replace(component, if_missing="was not sampled in flight")]
 
     def _cancel(self, *more: asyncio.Task[Any]) -> None:
-        super()._cancel(*more, *(flying.task for flying in self._flying.values()))
-        self._flying, self._flight, self._used = {}, self._new_flight(), []
+        super()._cancel(*more, *(flying.task for flying in self._flight.groups))
+        self._flight, self._used = self._new_flight(), []
         self.running = "abort"  # nobody waits for what the engines still generate

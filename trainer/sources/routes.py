@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,25 +168,34 @@ class Route:
         return self.scorer is not None and getattr(self.scorer, "wants_groups", True)
 
 
-def make_routes(
-    cfg: Config, sources: Iterable[str], make_scorer: Callable[[Config], Scorer | None], tokenizer: Any
-) -> dict[str, Route]:
-    """Return the routes of sources, by their names. Sources with the same environment, or reward, share it.
+def make_scorers(
+    cfg: Config, sources: Iterable[str], make: Callable[[Config], Scorer | None]
+) -> dict[str, Scorer | None]:
+    """Return what rewards the episodes of each source. Sources with the same reward share it.
 
     Args:
         sources: as `Prompt.source` names them.
-        make_scorer: returns what rewards the episodes of a run with a config.
+        make: returns what rewards the episodes of a run with a config.
     """
-    runners: dict[str, EpisodeRunner] = {}
-    scorers: dict[str, Scorer | None] = {}
-    routes = {}
-    tokenizer = copy.deepcopy(tokenizer)  # the event loop uses it, and the main thread the other one
+    made: dict[str, Scorer | None] = {}
+    scorers = {}
     for source in sources:
         own = cfg.of_source(source)
+        key = repr((own.environment.name is None, own.reward))
+        if key not in made:
+            made[key] = make(own)
+        scorers[source] = made[key]
+    return scorers
+
+
+def make_routes(cfg: Config, scorers: Mapping[str, Scorer | None], tokenizer: Any) -> dict[str, Route]:
+    """Return the routes of sources, by their names. Sources with the same environment share its processes."""
+    runners: dict[str, EpisodeRunner] = {}
+    routes = {}
+    tokenizer = copy.deepcopy(tokenizer)  # the event loop uses it, and the main thread the other one
+    for source, scorer in scorers.items():
+        own = cfg.of_source(source)
         environment = own.environment if own.environment.name else None
-        reward = repr((environment is None, own.reward))
-        if reward not in scorers:
-            scorers[reward] = make_scorer(own)
         key = repr((environment, own.data.answer_key if environment else None))
         if key not in runners:
             runners[key] = episode_runner(own, tokenizer)
@@ -196,7 +205,7 @@ def make_routes(
             keys = [key for key, rule in resume_rules(own).items() if rule.change == "rollouts"]
             deciding = {key: flat[key] for key in keys if key.startswith(("environment.", "reward."))}
             decides = identity(deciding, {}, "").rollouts
-        routes[source] = Route(own, runners[key], scorers[reward], decides)
+        routes[source] = Route(own, runners[key], scorer, decides)
     return routes
 
 

@@ -28,6 +28,7 @@ from trainer.sources.routes import (
     check_source,
     find_refusals,
     make_routes,
+    make_scorers,
     read_prompts,
     read_source,
     sampled_sources,
@@ -82,21 +83,20 @@ def sample_episodes(
     Raises:
         UserError: nothing gives rewards, and the config compares them; or ranks are to give them while they train.
     """
-    cfg, tokenizer = given.cfg, given.tokenizer
-
-    def scorer_of(own: Config) -> Scorer | None:
-        return make_scorer(given if own is cfg else given.with_config(own))
-
-    routes = make_routes(cfg, _sampled_sources(cfg), scorer_of, tokenizer)
-    for source, route in routes.items():
-        if route.scorer is None and source in train_sources(cfg) and route.cfg.environment.name is None:
+    cfg = given.cfg
+    scorers = make_scorers(
+        cfg, _sampled_sources(cfg), lambda own: make_scorer(given if own is cfg else given.with_config(own))
+    )
+    for source, scorer in scorers.items():
+        if scorer is None and source in train_sources(cfg) and cfg.of_source(source).environment.name is None:
             _check_without_rewards(cfg)
-        if cfg.rollout.works_ahead and route.scorer is not None and route.scorer.uses_ranks:
+        if cfg.rollout.works_ahead and scorer is not None and scorer.uses_ranks:
             key, off = ("ahead", "0") if cfg.rollout.ahead > 0 else ("in_flight_updates", "false")
             raise config_error(cfg, f"rollout.{key}", f"the ranks cannot give rewards while they train; choose {off}")
     pool = EnginePool(cfg, given.cluster, given.learner.ranks, given.path, keeps_weights=cfg.rollout.works_ahead)
     given.undo.callback(pool.leave)
     given.waits.append(pool.wait_ready)
+    tokenizer, routes = given.tokenizer, make_routes(cfg, scorers, given.tokenizer)  # the engines start meanwhile
     rollouts = Rollouts(cfg, pool, stop_token_ids(given.path, tokenizer), routes, given.journal)
     make_source = make_source or (InFlightSource if cfg.rollout.in_flight_updates else SamplingSource)
     prompts, needs_baselines = read_prompts(cfg, "train", tokenizer), "baselines" in cfg.algorithm.reads

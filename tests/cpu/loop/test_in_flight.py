@@ -86,7 +86,7 @@ def test_it_is_known_how_long_engines_generate_and_wait(tmp_path, model, dynamic
         update = trainer.learner.update
 
         def update_later(experience: Any, step: int) -> dict[str, float]:
-            while any(one.ended_at is None for one in trainer.source._flying.values()):  # type: ignore[attr-defined]
+            while any(one.ended_at is None for one in trainer.source._flight.groups):  # type: ignore[attr-defined]
                 time.sleep(0.01)
             time.sleep(0.2)
             return update(experience, step)

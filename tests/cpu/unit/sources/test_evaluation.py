@@ -126,7 +126,7 @@ def test_a_record_of_a_set_is_of_its_reward(tmp_path, model):
         before = {name: route.decides for name, route in source.rollouts.routes.items()}
         source.cfg.data.val_sets["pairs"].reward.weights = [2.0]
         source.cfg.data.val_sets["greedy"].reward.timeout_s = 5.0
-        after = make_routes(source.cfg, before, lambda own: None, load_tokenizer(model))
+        after = make_routes(source.cfg, dict.fromkeys(before), load_tokenizer(model))
     changed = [name for name, route in after.items() if route.decides != before[name]]
     assert changed == ["val_sets.pairs"] and before[""] == ""
 

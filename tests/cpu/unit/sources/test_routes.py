@@ -23,7 +23,7 @@ from trainer.errors import UserError
 from trainer.journal.journal import Journal
 from trainer.models.tokenizer import load_tokenizer
 from trainer.objectives.batches import batch_of
-from trainer.sources.routes import make_routes
+from trainer.sources.routes import make_routes, make_scorers
 from trainer.sources.sampling import SamplingSource
 
 ECHO = "tests.support.environments:Echo"
@@ -162,7 +162,8 @@ def test_sources_with_the_same_settings_share_processes(tmp_path, model):
     cfg.data.mix["other"] = SourceConfig(files=["x"], reward=LENGTH)
     made = []
     sources = [f"mix.{name}" for name in cfg.data.mix]
-    routes = make_routes(cfg, sources, lambda own: made.append(own) or object(), load_tokenizer(model))
+    scorers = make_scorers(cfg, sources, lambda own: made.append(own) or object())
+    routes = make_routes(cfg, scorers, load_tokenizer(model))
     assert routes["mix.echo"].episodes is routes["mix.again"].episodes is not routes["mix.loud"].episodes
     assert routes["mix.plain"].episodes is routes["mix.other"].episodes
     assert isinstance(routes["mix.plain"].episodes, SingleTurnRunner)

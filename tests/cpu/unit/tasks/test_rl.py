@@ -60,7 +60,7 @@ def test_what_cannot_be_imported_or_read_is_refused_by_its_key(cfg, section, key
 
 def test_ranks_cannot_give_rewards_while_they_train(cfg):
     cfg.rollout.ahead = 1
-    given = SimpleNamespace(cfg=cfg, tokenizer=None)
+    given = SimpleNamespace(cfg=cfg)
     with pytest.raises(UserError, match="^rollout.ahead=1: the ranks cannot give rewards while they train; choose 0$"):
         sample_episodes(given, make_scorer=lambda given: RankScorer("reward", lambda role, samples: []))
 
@@ -183,13 +183,13 @@ def test_a_task_without_reward_functions_neither_tries_nor_starts_them(cfg):
 
 
 @pytest.mark.parametrize("name", ["dynamic_sampling", "options.filter_zero_variance"])
-def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name, tokenizer):
+def test_without_any_rewards_prompts_cannot_be_chosen_by_them(cfg, name):
     """Nothing is started. With reward functions, a scorer, an environment or penalties, rewards differ."""
     if name == "dynamic_sampling":
         cfg.algorithm.dynamic_sampling = True
     else:
         cfg.algorithm.options["filter_zero_variance"] = True
-    given = SimpleNamespace(cfg=cfg, reward_cache=None, tokenizer=tokenizer)
+    given = SimpleNamespace(cfg=cfg, reward_cache=None)
     assert is_built_on(given)
     cfg.trainer.task = f"{HERE}:TASK"
     with pytest.raises(UserError, match=f"^algorithm.{name}=True: keeps .* trainer.task={HERE}:TASK gives no rewards"):
