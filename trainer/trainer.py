@@ -57,7 +57,7 @@ _MUCH = 10e9
 """Bytes of checkpoints from which a start says how many there will be."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Runs to the last step, and owns what is saved and restored."""
 
