@@ -25,7 +25,7 @@ def test_log_probs_take_a_small_part_of_the_memory_of_all_logits(device):
     targets = torch.zeros(tokens, dtype=torch.long, device=device)
 
     def run() -> None:
-        logprobs, entropy = _ChunkedScores.apply(hidden, weight, targets, Head(), 1.0, "grad")
+        logprobs, entropy = _ChunkedScores.apply(hidden, weight, targets, Head(), 1.0, "gradient")
         (logprobs.sum() + entropy.sum()).backward()
 
     run()  # kernels and their workspaces are loaded

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -178,11 +178,16 @@ def packed_attention(
             f"model.attn_implementation=sdpa: {type(module).__name__} does not pass on where sequences begin; "
             "choose model.attn_implementation=eager"
         )
-    if attention_mask is not None:
-        others["attention_mask"] = attention_mask
-    if s_aux is not None and softcap is not None:
+    others["attention_mask"] = attention_mask
+    if s_aux is not None:
         others["softcap"] = softcap
-    _refuse_unknown(module, others)
+    for name, given in others.items():  # what would change the result of another attention function
+        is_neutral = given is None or (not isinstance(given, Tensor) and given in _NEUTRAL.get(name, (False, 0)))
+        if not is_neutral and name not in _WITHOUT_EFFECT:
+            raise UserError(
+                f"model.attn_implementation=sdpa: {type(module).__name__} passes {name} to its attention, which packed "
+                "rows do not support; set trainer.pack=false"
+            )
     window = getattr(module, "visible_window", sliding_window)
     if s_aux is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -190,44 +195,22 @@ def packed_attention(
     scores = Scores(scaling, window, softcap, has_sinks=s_aux is not None)
     if packing.cp is None:
         return _attend_row(query, key, value, packing, scores), None
-    query, key, value = heads_of_all_tokens(query, key, value, packing, packing.cp)
-    out = _attend_row(query, key, value, packing, scores)
-    return tokens_of_all_heads(out, packing, packing.cp), None
+    return _attend_with_ranks(query, key, value, packing, packing.cp, scores), None
 
 
-def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
-    """Refuse arguments that would change the result of another attention function, and have no effect here."""
-    for name, value in others.items():
-        is_neutral = value is None or (not isinstance(value, Tensor) and value in _NEUTRAL.get(name, (False, 0)))
-        if not is_neutral and name not in _WITHOUT_EFFECT:
-            raise UserError(
-                f"model.attn_implementation=sdpa: {type(module).__name__} passes {name} to its attention, which packed "
-                "rows do not support; set trainer.pack=false"
-            )
-
-
-def heads_of_all_tokens(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, cp: AxisGroup
-) -> tuple[Tensor, ...]:
-    """Turn all heads of this rank's tokens, `(1, H, n, D)`, into this rank's heads of all tokens.
-
-    Key and value heads are repeated if there are fewer of them than ranks.
-    """
+def _attend_with_ranks(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, cp: AxisGroup, scores: Scores
+) -> Tensor:
+    """Turn all heads of this rank's tokens, `(1, H, n, D)`, into its heads of all tokens, and the result back. Key and
+    value heads are repeated if there are fewer of them than ranks."""
     kv_heads, ranks = key.shape[1], cp.group.size()  # `cp.size` would be a symbol in a compiled graph
     repeats = next(n for n in range(1, ranks + 1) if n * kv_heads % ranks == 0)
-
-    def all_to_all(tensor: Tensor) -> Tensor:
-        received = cp.all_to_all(tensor[0].unflatten(0, (ranks, -1)))
-        return received.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens]
-
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return all_to_all(query), all_to_all(key), all_to_all(value)
-
-
-def tokens_of_all_heads(out: Tensor, packing: Packing, cp: AxisGroup) -> Tensor:
-    """Turn this rank's heads of all tokens, `(1, N, h, D)`, into all heads of this rank's tokens, `(1, n, H, D)`."""
-    size, ranks = packing.local_slice.stop - packing.local_slice.start, cp.group.size()
+    received = (cp.all_to_all(tensor[0].unflatten(0, (ranks, -1))) for tensor in (query, key, value))
+    own = [tensor.transpose(0, 1).flatten(1, 2)[None, :, : packing.tokens] for tensor in received]
+    out = _attend_row(*own, packing, scores)
+    size = packing.local_slice.stop - packing.local_slice.start
     rows = F.pad(out[0], (0, 0, 0, 0, 0, ranks * size - packing.tokens))
     return cp.all_to_all(rows.unflatten(0, (ranks, size))).transpose(0, 1).flatten(1, 2)[None]
 
@@ -278,21 +261,26 @@ def attend_varlen(
 def attend_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: Scores) -> Tensor:
     """Compute causal attention within each sequence, one call of SDPA for each bucket: `(1, N, H, D)`."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    buckets = packing.buckets
+    buckets, outputs = packing.buckets, []
     if any(packing.prefix_lengths):
         keys, values = index_select(keys, packing.key_indices), index_select(values, packing.key_indices)
-    outputs = [
-        _attend_bucket(*tensors, bucket, indices, scores)
-        for *tensors, bucket, indices in zip(
-            queries.split([bucket.tokens for bucket in buckets]),
-            keys.split([bucket.keys for bucket in buckets]),
-            values.split([bucket.keys for bucket in buckets]),
-            buckets,
-            packing.bucket_indices,
-            strict=True,
-        )
-    ]
+    lengths = [bucket.tokens for bucket in buckets], *[[bucket.keys for bucket in buckets]] * 2
+    pieces = (tensor.split(of) for tensor, of in zip((queries, keys, values), lengths, strict=True))
+    for query, key, value, bucket, (of_queries, of_keys) in zip(*pieces, buckets, packing.bucket_indices, strict=True):
+        longest = bucket.longest + bucket.prefix_length
+        rows = _padded(query, bucket, of_queries, bucket.longest)
+        out = _attend(rows, *(_padded(one, bucket, of_keys, longest) for one in (key, value)), scores)
+        out = out.transpose(1, 2).flatten(0, 1)
+        outputs.append(out if bucket.is_even else Gather.apply(out, of_queries))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+def _padded(tensor: Tensor, bucket: Bucket, indices: Tensor, longest: int) -> Tensor:
+    """Turn a bucket's tokens `(n, H, D)` into `(rows, H, longest, D)`."""
+    rows = len(bucket.lengths)
+    if not bucket.is_even:
+        tensor = tensor.new_zeros(rows * longest, *tensor.shape[1:]).index_copy(0, indices, tensor)
+    return tensor.unflatten(0, (rows, longest)).transpose(1, 2)
 
 
 def with_sink_scores(query: Tensor, key: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,34 +295,6 @@ def with_sink_scores(query: Tensor, key: Tensor, scores: Tensor) -> tuple[Tensor
     column = scores.to(query.dtype)[None, :, None, None].expand(*query.shape[:3], 1)
     query = torch.cat([query, F.pad(column, (0, _SINK_WIDTH - 1))], dim=-1)
     return query, F.pad(key, (0, _SINK_WIDTH))
-
-
-def _attend_bucket(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bucket: Bucket,
-    indices: tuple[Tensor, Tensor],
-    scores: Scores,
-) -> Tensor:
-    """Compute the attention of one bucket's tokens, `(tokens, H, D)`, to all tokens of their sequences."""
-    rows, (query_indices, key_indices) = len(bucket.lengths), indices
-
-    def padded(tensor: Tensor, indices: Tensor, longest: int) -> Tensor:
-        """Turn tokens `(n, H, D)` into `(rows, H, longest, D)`."""
-        if not bucket.is_even:
-            tensor = tensor.new_zeros(rows * longest, *tensor.shape[1:]).index_copy(0, indices, tensor)
-        return tensor.unflatten(0, (rows, longest)).transpose(1, 2)
-
-    longest_keys = bucket.longest + bucket.prefix_length
-    out = _attend(
-        padded(queries, query_indices, bucket.longest),
-        padded(keys, key_indices, longest_keys),
-        padded(values, key_indices, longest_keys),
-        scores,
-    )
-    flat = out.transpose(1, 2).flatten(0, 1)
-    return flat if bucket.is_even else Gather.apply(flat, query_indices)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -411,7 +371,7 @@ def attention_op(
 ) -> Tensor:
     """Compute `attend_buckets` for sequences of these sizes (see `Packing.sizes`)."""
     scores = Scores(scaling, window, softcap, has_sinks)
-    return attend_buckets(query, key, value, _packing(sizes, query), scores).contiguous()
+    return attend_buckets(query, key, value, _packing(*map(tuple, sizes.tolist()), query.device), scores).contiguous()
 
 
 @attention_op.register_fake
@@ -432,8 +392,14 @@ def _backward(
     has_sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad(), _recording():
-        out = attend_buckets(*inputs, _packing(sizes, query), Scores(scaling, window, softcap, has_sinks))
+    excluded = torch._C._dispatch_tls_local_exclude_set()  # inside an operator, autograd does not record by default
+    for dispatch in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(dispatch)  # only these keys: those of autocast must stay excluded
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        out = attend_buckets(
+            *inputs, _packing(*map(tuple, sizes.tolist()), query.device), Scores(scaling, window, softcap, has_sinks)
+        )
     dq, dk, dv = torch.autograd.grad(out, inputs, grad)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -455,21 +421,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 attention_op.register_autograd(_differentiate, setup_context=_save)
 
 
-def _recording() -> AbstractContextManager[None]:
-    """Let autograd record in the block. Inside an operator it does not record by default."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
-        excluded = excluded.remove(key)  # only these keys: those of autocast must stay excluded
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
-
-
-def _packing(sizes: Tensor, query: Tensor) -> Packing:
-    lengths, prefix_lengths = sizes.tolist()
-    return _cached_packing(tuple(lengths), tuple(prefix_lengths), query.device)
-
-
 @functools.lru_cache(maxsize=4)  # all layers of a micro-batch use the same packing
-def _cached_packing(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], device: torch.device) -> Packing:
+def _packing(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], device: torch.device) -> Packing:
     return Packing(lengths, device, prefix_lengths=prefix_lengths)
 
 
@@ -554,11 +507,12 @@ def _masks(lm: PreTrainedModel, positions: torch.Tensor) -> list[_Mask]:
 
     with ExitStack() as ends:
         for number, block in enumerate(blocks):
-            ends.enter_context(_replaced(block, block_of(number)))
+            ends.enter_context(replaced_forward(block, block_of(number)))
         for module in lm.modules():
             if "rotary" in type(module).__name__.lower():
-                ends.enter_context(_replaced(module, lambda x, *_, **__: (x, x)))
-        ends.enter_context(_recording_masks(lm.config))
+                ends.enter_context(replaced_forward(module, lambda x, *_, **__: (x, x)))
+        ends.callback(setattr, lm.config, "_attn_implementation", lm.config._attn_implementation)
+        lm.config._attn_implementation = _RECORDED
         ends.enter_context(torch.no_grad())
         ids = torch.zeros(1, len(positions), dtype=torch.long)
         lm.base_model(input_ids=ids, position_ids=positions[None], use_cache=False)
@@ -566,7 +520,8 @@ def _masks(lm: PreTrainedModel, positions: torch.Tensor) -> list[_Mask]:
 
 
 @contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `module` compute `forward` in the block."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -577,23 +532,9 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = before
 
 
-@contextmanager
-def _recording_masks(config: Any) -> Iterator[None]:
-    before = config._attn_implementation
-    config._attn_implementation = _RECORDED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def _record(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, **__: Any) -> Any:
     return _Mask(mask_function, local_size)
 
 
-def _run_no_block(*_: Any, **__: Any) -> Any:
-    raise AssertionError("no block runs while its mask is asked for")
-
-
 ALL_MASK_ATTENTION_FUNCTIONS.register(_RECORDED, _record)
-ALL_ATTENTION_FUNCTIONS.register(_RECORDED, _run_no_block)
+ALL_ATTENTION_FUNCTIONS.register(_RECORDED, packed_attention)  # no block runs while its mask is asked for

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.config import LM, SCORE, Config, RoleSpec
 from trainer.config.fields import config_error
 from trainer.errors import UserError, one_line
-from trainer.models.files import load_config, load_trained_config, resolve_model_path
+from trainer.models.files import load_config, load_trained_config, resolve_model_path, rotations_of
 from trainer.models.tokenizer import token_table
 from trainer.parallel.axes import AXES, axis_sizes
 from trainer.process.model_server import LOGPROBS
@@ -112,14 +112,9 @@ def check_longest_sequence(cfg: Config, model_path: str) -> None:
 def positions_of(config: PretrainedConfig) -> int | None:
     """Return `max_position_embeddings`. None: the config has none, or it scales its rotations for longer texts."""
     text = config.get_text_config()
-    rotations = getattr(text, "rope_parameters", None)
-    return None if _is_scaled(rotations) else getattr(text, "max_position_embeddings", None)
-
-
-def _is_scaled(rotations: Any) -> bool:
-    if not isinstance(rotations, Mapping):
-        return False
-    return "factor" in rotations or any(map(_is_scaled, rotations.values()))
+    if any("factor" in rotations for rotations in rotations_of(text)):
+        return None
+    return getattr(text, "max_position_embeddings", None)
 
 
 _MEDIA = re.compile("(image|video|audio|vision|bo[iva]|eo[iva])_.*")

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.config import SCORE, VALUE, Config, ModelConfig
 from trainer.config.fields import config_error
@@ -25,6 +25,7 @@ from trainer.models.files import (
     MODEL_FILES,
     content_files,
     load_config,
+    read_file,
     untie_own_head,
 )
 from trainer.models.tokenizer import tokenizer_changes
@@ -67,17 +68,33 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
         UserError: a file cannot be read.
     """
     patterns = (*MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
-    files = {name: _read(model_path, name) for name in content_files(model_path, False, patterns)}
+
+    def read(names: list[str]) -> dict[str, bytes]:
+        return {name: read_file(os.path.join(model_path, name)) for name in names}
+
+    files = read(content_files(model_path, False, patterns))
     if any(name.endswith(CONFIG) and b'"auto_map"' in data for name, data in files.items()):
-        code = [name for name in content_files(model_path, True, ()) if name not in files]
-        files |= {name: _read(model_path, name) for name in code}
+        files |= read([name for name in content_files(model_path, True, ()) if name not in files])
     files.pop(ADAPTER_CONFIG, None)  # the weights are merged
+    of_tokenizer = tokenizer_changes(tokenizer)
     try:
         if changes:
             files[CONFIG] = changed_json(files[CONFIG], changes)
-        return _with_changes(files, tokenizer_changes(tokenizer))
+        if not of_tokenizer:
+            return files
+        config = parse_object(files.get(_TOKENIZER_CONFIG, b"{}"))
     except ValueError as error:
         raise UserError(f"model.path={model_path}: a JSON file there cannot be read ({first_line(error)})") from error
+    if "pad_token" in of_tokenizer:
+        config["pad_token"] = of_tokenizer["pad_token"]
+    if "chat_template" in of_tokenizer:
+        config.pop("chat_template", None)
+        replaced = (_TEMPLATE, "chat_template.json")
+        files = {name: data for name, data in files.items() if name not in replaced and not name.startswith(_TEMPLATES)}
+        template = of_tokenizer["chat_template"]
+        for name, text in (template if isinstance(template, dict) else {"default": template}).items():
+            files[_TEMPLATE if name == "default" else f"{_TEMPLATES}{name}.jinja"] = text.encode()
+    return files | {_TOKENIZER_CONFIG: _json(config)}
 
 
 def config_changes(model: ModelConfig, path: str) -> dict[str, Any]:
@@ -88,31 +105,6 @@ def config_changes(model: ModelConfig, path: str) -> dict[str, Any]:
     is_tied = config.tie_word_embeddings
     untie_own_head(config, path)
     return {} if config.tie_word_embeddings == is_tied else {"tie_word_embeddings": config.tie_word_embeddings}
-
-
-def _read(directory: str, name: str) -> bytes:
-    path = os.path.join(directory, name)
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _with_changes(files: dict[str, bytes], changes: Mapping[str, Any]) -> dict[str, bytes]:
-    if not changes:
-        return files
-    config = parse_object(files.get(_TOKENIZER_CONFIG, b"{}"))
-    if "pad_token" in changes:
-        config["pad_token"] = changes["pad_token"]
-    if "chat_template" in changes:
-        config.pop("chat_template", None)
-        replaced = (_TEMPLATE, "chat_template.json")
-        files = {name: data for name, data in files.items() if name not in replaced and not name.startswith(_TEMPLATES)}
-        template = changes["chat_template"]
-        for name, text in (template if isinstance(template, dict) else {"default": template}).items():
-            files[_TEMPLATE if name == "default" else f"{_TEMPLATES}{name}.jinja"] = text.encode()
-    return files | {_TOKENIZER_CONFIG: _json(config)}
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
@@ -135,13 +127,6 @@ MADE_LAST = ("config.json", ADAPTER_CONFIG)
 _WRITING = ".writing-"
 
 
-class WritingRanks(Protocol):
-    """The ranks that have the policy."""
-
-    def call(self, role: str, method: str, *args: Any) -> Any: ...
-    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
-
-
 def export_target(cfg: Config, step: int) -> str:
     return os.path.join(cfg.trainer.export_path, f"global_step_{step}", "policy")
 
@@ -151,13 +136,14 @@ class PolicyExporter:
     """Exports the policy of a job.
 
     Args:
+        ranks: those that have the policy (`TrainWorkers`).
         model_path: directory of the initial weights.
         assets: the files except weights (see `model_assets`).
         adapter_alone: write only the adapter in peft's format and the tokenizer.
         fence: raises if this process no longer holds the run directory. Then nothing is published.
     """
 
-    ranks: WritingRanks
+    ranks: Any
     model_path: str
     assets: Mapping[str, bytes]
     adapter_alone: bool
@@ -165,10 +151,16 @@ class PolicyExporter:
 
     def export(self, target: str, dtype: str) -> None:
         """Write the policy as `dtype` to the directory `target`, atomically, in place of an earlier export there."""
+
+        def before_publishing(target: str) -> None:
+            self.fence()
+            check_replaceable(target)
+            shutil.rmtree(target, ignore_errors=True)  # written by the killed run, with identical content
+
         self.fence()
         for leftover in glob.glob(f"{glob.escape(target)}{_WRITING}*"):  # of a killed export
             shutil.rmtree(leftover, ignore_errors=True)
-        with atomic_directory(target, self._before_publishing) as writing:
+        with atomic_directory(target, before_publishing) as writing:
             if self.adapter_alone:
                 files = {name: data for name, data in self.assets.items() if name not in WEIGHTS_ONLY}
                 files[ADAPTER_CONFIG] = self.ranks.call_one("policy", "adapter_config", self.model_path).encode()
@@ -180,11 +172,6 @@ class PolicyExporter:
                 files = {CONFIG: with_dtype(self.assets[CONFIG], written)}
             write_files(writing, files)
             failpoint("export:written")
-
-    def _before_publishing(self, target: str) -> None:
-        self.fence()
-        check_replaceable(target)
-        shutil.rmtree(target, ignore_errors=True)  # written by the killed run, with identical content
 
 
 def check_replaceable(target: str) -> None:

@@ -15,10 +15,10 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from trainer.models.lora import (
     hugging_face_name,
     peft_name,
 )
-from trainer.models.weight_deltas import WeightsDigest, bits_of
+from trainer.models.weight_deltas import bits_of
 from trainer.models.weight_names import FileUnit, empty_model, file_tensors, file_units, whole_units
 from trainer.parallel.shard import reshard
 
@@ -111,7 +111,12 @@ class FileLayout:
                 handles[entry.file] = _open_without_links(os.path.join(directory, entry.file), os.O_WRONLY)
             region = self.region(name, first, tuple(block.shape))
             # The cast is on the device: a combined copy and cast would cast on the CPU.
-            _write_block(handles[entry.file], region, block.to(entry.dtype))
+            data = memoryview(bits_of(block.to(entry.dtype).cpu().contiguous().view(-1).view(torch.uint8)))
+            for run in range(region.runs):
+                piece, offset = data[run * region.size : (run + 1) * region.size], region.start + run * region.stride
+                while piece:
+                    written = os.pwrite(handles[entry.file], piece, offset)
+                    piece, offset = piece[written:], offset + written
 
         try:
             yield write
@@ -144,7 +149,7 @@ def merged_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BYTES, stem: str = "model") -> FileLayout:
     """Assign the tensors, in order, to files `{stem}….safetensors` of at most so many bytes, or of one tensor."""
-    groups = in_groups({name: tensor_bytes(tensor) for name, tensor in tensors.items()}, max_file_bytes)
+    groups = in_groups({name: tensor.nbytes for name, tensor in tensors.items()}, max_file_bytes)
     headers, sizes, layout = {}, {}, {}
     for number, names in enumerate(groups, 1):
         part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
@@ -153,7 +158,7 @@ def plan_layout(tensors: Mapping[str, Tensor], max_file_bytes: int = MAX_FILE_BY
         begin, starts = 0, {}
         for name in names:
             tensor = tensors[name]
-            starts[name], end = begin, begin + tensor_bytes(tensor)
+            starts[name], end = begin, begin + tensor.nbytes
             dtype, shape = _DTYPE_NAMES[tensor.dtype], list(tensor.shape)
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
             begin = end
@@ -192,13 +197,6 @@ def write_safetensors(module: nn.Module, directory: str, dtype: torch.dtype) -> 
             write(name, first, block)
     dist.barrier()
     return sorted(layout.headers)
-
-
-def part_of_digest(directory: str) -> int:
-    """Return this rank's part of the `WeightsDigest` of the files that all ranks have written to `directory`."""
-    digest = WeightsDigest()
-    digest.add_files(directory, dist.get_rank(), dist.get_world_size())
-    return digest.total
 
 
 def own_blocks(
@@ -281,21 +279,8 @@ def _local_shard(tensor: Tensor) -> tuple[tuple[int, ...], Tensor] | None:
     return tuple(offset), local
 
 
-def _write_block(handle: int, region: Region, block: Tensor) -> None:
-    data = memoryview(bits_of(block.to("cpu").contiguous().view(-1).view(torch.uint8)))
-    for run in range(region.runs):
-        piece, offset = data[run * region.size : (run + 1) * region.size], region.start + run * region.stride
-        while piece:
-            written = os.pwrite(handle, piece, offset)
-            piece, offset = piece[written:], offset + written
-
-
 def _open_without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -311,19 +296,6 @@ _ASSETS = "policy/huggingface/"
 _MODEL = "model."
 
 
-class SavedFiles(Protocol):
-    """The files of a checkpoint, and the tensors of its roles (see `trainer.checkpoint.tensors`)."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def entries(self) -> Collection[str]: ...
-    def read(self, path: str) -> bytes: ...
-    def json(self, path: str, shape: dict[Any, Shape]) -> dict[str, Any]: ...
-    def shapes(self, role: str) -> Mapping[str, Any]: ...
-    def tensors(self, role: str, names: Iterable[str]) -> dict[str, Tensor]: ...
-
-
 @dataclass(frozen=True)
 class _SavedWeights:
     """The weights of an export, by their names in the module; adapters by those in peft's files."""
@@ -333,7 +305,7 @@ class _SavedWeights:
 
 
 def export(
-    files: SavedFiles,
+    files: Any,
     out: str,
     dtype: str,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -382,7 +354,7 @@ def export(
         raise UserError(f"{out}: cannot be written ({error.strerror or error}); name another directory") from error
 
 
-def read_policy(files: SavedFiles) -> dict[str, Tensor]:
+def read_policy(files: Any) -> dict[str, Tensor]:
     """Return the trained weights as they were saved. For a policy with adapters: the adapters, with peft's names.
     UserError: the checkpoint has no policy."""
     config = files.json(f"{_ASSETS}config.json", {})
@@ -393,7 +365,7 @@ def read_policy(files: SavedFiles) -> dict[str, Tensor]:
     return policy.read(list(policy.weights))
 
 
-def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
+def adapter_files(files: Any) -> tuple[str, bytes, str]:
     """Return peft's config and weights of a policy with adapters, and the directory of the adapted weights."""
     lora = files.json(f"{_ASSETS}{ADAPTER_CONFIG}", _ADAPTER_FIELDS)
     if not lora:
@@ -402,7 +374,7 @@ def adapter_files(files: SavedFiles) -> tuple[str, bytes, str]:
     return files.read(f"{_ASSETS}{ADAPTER_CONFIG}").decode(), weights, lora["base_model_name_or_path"]
 
 
-def _assets(files: SavedFiles, excluded: Collection[str]) -> dict[str, bytes]:
+def _assets(files: Any, excluded: Collection[str]) -> dict[str, bytes]:
     names = {path.removeprefix(_ASSETS): path for path in files.entries if path.startswith(_ASSETS)}
     return {name: files.read(path) for name, path in names.items() if name not in excluded}
 
@@ -414,7 +386,7 @@ def _write(
     units = file_units(model, policy.weights)
     layout = plan_layout(file_tensors(units, policy.weights, dtype), max_file_bytes, stem)
     layout.create(directory)
-    sizes = {unit: sum(tensor_bytes(policy.weights[name]) for name in unit.names) for unit in units}
+    sizes = {unit: sum(policy.weights[name].nbytes for name in unit.names) for unit in units}
     with layout.opened(directory) as write:
         for group in in_groups(sizes, max_file_bytes):
             weights = policy.read([name for unit in group for name in unit.names])
@@ -424,7 +396,7 @@ def _write(
     return list(layout.headers)
 
 
-def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _SavedWeights:
+def _saved(files: Any, named: Callable[[str], str | None]) -> _SavedWeights:
     """Return weights of the policy as they were saved, by the names that `named` gives those in the module, or None."""
     saved, weights = {}, {}
     for path, entry in files.shapes("policy").items():
@@ -439,17 +411,17 @@ def _saved(files: SavedFiles, named: Callable[[str], str | None]) -> _SavedWeigh
     return _SavedWeights(weights, fetch)
 
 
-def _plain(files: SavedFiles, config: dict[str, Any]) -> _SavedWeights:
+def _plain(files: Any, config: dict[str, Any]) -> _SavedWeights:
     tied = "lm_head.weight" if config.get("tie_word_embeddings") else None
     return _saved(files, lambda name: None if name == tied else score_name(name))
 
 
-def _head(files: SavedFiles) -> _SavedWeights:
+def _head(files: Any) -> _SavedWeights:
     """Return the head of a policy that gives one value. Empty: it is a language model."""
     return _saved(files, lambda name: score_name(name) if name.startswith(VALUE_HEAD) else None)
 
 
-def _merged(files: SavedFiles, lora: dict[str, Any], base: str) -> _SavedWeights:
+def _merged(files: Any, lora: dict[str, Any], base: str) -> _SavedWeights:
     if os.path.isdir(base):
         check_model_files(base, "--base")
     file_of, weights = _base_weights(base)

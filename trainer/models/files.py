@@ -8,7 +8,7 @@ import glob
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +58,18 @@ def content_files(directory: str, with_code: bool, patterns: tuple[str, ...]) ->
     return sorted(name for name in is_read if not name.endswith(_BACKUPS))
 
 
-def read_content(path: str) -> Any:
-    """Return what one file says (see `Contents`). UserError: it cannot be read."""
+def read_file(path: str) -> bytes:
+    """Return the content of a file. UserError: it cannot be read."""
     try:
         with open(path, "rb") as file:
-            data = file.read()
+            return file.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def read_content(path: str) -> Any:
+    """Return what one file says (see `Contents`). UserError: it cannot be read."""
+    data = read_file(path)
     if path.endswith(".json"):
         with contextlib.suppress(ValueError):
             content = _without_harmless(parse_json(data))
@@ -114,7 +119,7 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or longest
-    for rotations in _by_type(getattr(text, "rope_parameters", None)):
+    for rotations in rotations_of(text):
         if rotations["rope_type"] == "longrope":
             original = rotations.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None) or positions
@@ -141,13 +146,11 @@ def check_position_table(module: nn.Module, longest: int, setting: str) -> None:
                 )
 
 
-def _by_type(rotations: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of the rotations of all layers, or of each type of layers."""
-    if isinstance(rotations, dict) and "rope_type" in rotations:
-        yield rotations
-    elif isinstance(rotations, Mapping):
-        for of_layers in rotations.values():
-            yield from _by_type(of_layers)
+def rotations_of(text: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of the rotations of all layers, or of each type of layers."""
+    found = getattr(text, "rope_parameters", None)
+    every = [found, *(found.values() if isinstance(found, Mapping) else ())]
+    return [one for one in every if isinstance(one, dict) and "rope_type" in one]
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them

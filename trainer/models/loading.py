@@ -104,10 +104,9 @@ def load_model(
         longest: most tokens of a sequence. None: the model knows the positions of all.
         fill: read the weights. Else they are undefined until a checkpoint is loaded that has all of them.
     """
-    empty_model = empty_causal_lm if spec.head == LM else empty_value_model
     config = load_trained_config(model, path, spec.path_key, longest)
     check_head(config, spec, path, model.trust_remote_code)
-    module, backbone = empty_model(model, config, layout.sizes, spec, pack)
+    module, backbone = empty_module(model, config, layout.sizes, spec, pack)
     if longest is not None:
         check_position_table(module, longest, f"{spec.path_key}={path}")
     _shard(module, backbone, layout, spec)
@@ -116,38 +115,12 @@ def load_model(
     return module
 
 
-def empty_causal_lm(
+def empty_module(
     model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
 ) -> tuple[nn.Module, str]:
-    """Return a causal LM on the meta device, with its adapters, before it is split over axes of these sizes; and the
-    name of its backbone."""
-    lm = _empty_lm(model, config, sizes, spec.path_key, pack)
-    if not spec.trained:
-        lm.requires_grad_(False)
-    if spec.has_adapters:
-        add_adapters(lm, spec.lora, spec.setting("lora"))
-    return lm, lm.base_model_prefix
-
-
-def empty_value_model(
-    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
-) -> tuple[nn.Module, str]:
-    """Return the same backbone with a value head (see `empty_causal_lm`)."""
-    lm = _empty_lm(model, config, sizes, spec.path_key, pack)
-    with init_empty_weights(include_buffers=False):
-        value_model = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
-    keep_file_format(value_model, lm)
-    if not spec.trained:
-        value_model.requires_grad_(False)
-    if spec.has_adapters:
-        add_adapters(value_model, spec.lora, spec.setting("lora"), heads=(VALUE_HEAD,))
-    return value_model, lm.base_model_prefix
-
-
-def _empty_lm(
-    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], key: str, pack: bool
-) -> PreTrainedModel:
-    lm = _build(model, without_noise(config), key)
+    """Return the model of a role on the meta device, with its adapters, before it is split over axes of these sizes:
+    a causal LM, or the same backbone with a value head; and the name of the backbone."""
+    lm = _build(model, without_noise(config), spec.path_key)
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     _keep_constants(lm)
     _leave_training_mode(lm)
@@ -160,7 +133,16 @@ def _empty_lm(
     if sizes["tp"] > 1 and not has_linear_head:
         problem = f"the output layer of {type(lm).__name__} is more than one linear layer without a bias"
         refuse_axis("tp", sizes["tp"], problem)
-    return lm
+    module: nn.Module = lm
+    if spec.head != LM:
+        with init_empty_weights(include_buffers=False):
+            module = CriticModel(lm.base_model, lm.base_model_prefix, is_score=spec.head == SCORE)
+        keep_file_format(module, lm)
+    if not spec.trained:
+        module.requires_grad_(False)
+    if spec.has_adapters:
+        add_adapters(module, spec.lora, spec.setting("lora"), heads=() if spec.head == LM else (VALUE_HEAD,))
+    return module, lm.base_model_prefix
 
 
 def _keep_constants(lm: nn.Module) -> None:
@@ -233,8 +215,14 @@ def _shard(module: nn.Module, backbone: str, layout: Layout, spec: RoleSpec) -> 
     device, fsdp = layout.device, FSDPConfig(**vars(spec.sharding))
     dtype = param_dtype(fsdp.param_dtype, device)
     uncast = set() if dtype == torch.float32 else float32_weights(module)
+    owners = sorted({name.rpartition(".")[0] for name in uncast})  # FSDP casts modules as a whole
     for name, parameter in module.named_parameters():
-        if not parameter.requires_grad and name not in uncast:
+        if name not in uncast and (owner := next((one for one in owners if name.startswith(one and f"{one}.")), None)):
+            raise UserError(
+                f"{spec.setting('sharding')}.param_dtype={spec.sharding.param_dtype}: a part of {owner} stays in "
+                f"float32, and {name} does not; choose float32"
+            )
+        if name not in uncast and not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     # Keep the buffers, which are not on the meta device: `to_empty` leaves tensors uninitialised, and no file has the
     # buffers that are not persistent, such as rotary frequencies.
@@ -245,7 +233,7 @@ def _shard(module: nn.Module, backbone: str, layout: Layout, spec: RoleSpec) -> 
     prepare_blocks(transformer_blocks(module), fsdp, compiled)
     if compiled:
         compile_head(module)
-    shard_model(module, layout.fsdp_mesh, fsdp, spec.trained_whole, _owners(module, uncast, spec))
+    shard_model(module, layout.fsdp_mesh, fsdp, spec.trained_whole, [module.get_submodule(one) for one in owners])
     module.to_empty(device="cpu" if fsdp.cpu_offload else device)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
@@ -280,19 +268,6 @@ def _fill(module: nn.Module, model: ModelConfig, path: str, spec: RoleSpec, seed
         dcp.load(state, storage_reader=reader)
     else:
         _scatter_from_rank0(module, model, path, spec.path_key, names)
-
-
-def _owners(module: nn.Module, uncast: Collection[str], spec: RoleSpec) -> list[nn.Module]:
-    """Return the modules of these parameters, which the class keeps in float32, without others beside them."""
-    owners = sorted({name.rpartition(".")[0] for name in uncast})
-    for owner in owners:
-        for name, _ in module.get_submodule(owner).named_parameters(owner):
-            if name not in uncast:
-                raise UserError(
-                    f"{spec.setting('sharding')}.param_dtype={spec.sharding.param_dtype}: a part of {owner} stays in "
-                    f"float32, and {name} does not; choose float32"
-                )
-    return [module.get_submodule(owner) for owner in owners]
 
 
 def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,14 +23,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trainer.config.algorithm import TeacherConfig
-from trainer.models.attention import packing_arguments
+from trainer.models.attention import packing_arguments, replaced_forward
 from trainer.models.online_softmax import (
     LikeliestTokens,
     OnlineSoftmax,
-    Slopes,
     Vocabulary,
     divergence,
     gradient_of_logits,
+    kernel,
     log_softmax,
 )
 from trainer.parallel.collectives import AxisGroup
@@ -39,63 +40,44 @@ from trainer.parallel.packing import Packing, index_select
 def token_logprobs(
     model: nn.Module, input_ids: Tensor, packing: Packing, temperature: float = 1.0, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the log-prob of each token given the previous tokens of its sequence.
+    """Return the log-prob of each token given the previous tokens of its sequence (see `token_scores`)."""
+    logprobs = token_scores(model, input_ids, packing, temperature, mask)[0]
+    assert logprobs is not None
+    return logprobs
+
+
+def token_scores(
+    model: nn.Module,
+    input_ids: Tensor,
+    packing: Packing,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    entropy: str | None = None,
+    teacher: Teacher | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the log-prob of each token given the previous tokens of its sequence, the entropy of the distribution at
+    each token, and its divergence from the teacher's.
 
     Args:
         model: a model after `set_attention` and `set_head`.
         input_ids: `(1, N)`, the B sequences of `packing`.
         temperature: divides the logits, as in the sampler. 0 (greedy) counts as 1.
         mask: `(B, T)`; 1 for tokens whose log-probs are needed. None: all tokens.
-
-    Returns:
-        nats, `(B, T)` float32, with T the length of the longest sequence. Entry t belongs to token t. It is 0 at t = 0,
-        in the padding, and where `mask` is 0.
-    """
-    (logprobs, _) = _scores(model, input_ids, packing, temperature, mask, None)
-    assert logprobs is not None
-    return logprobs
-
-
-def logprobs_and_entropy(
-    model: nn.Module,
-    input_ids: Tensor,
-    packing: Packing,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    *,
-    entropy_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return `token_logprobs`, and the entropy of the distribution at each token.
-
-    Args:
-        entropy_grad: compute gradients of the entropies.
-
-    Returns:
-        log-probs and entropies in nats, both `(B, T)` float32.
-    """
-    logprobs, entropy = _scores(model, input_ids, packing, temperature, mask, "grad" if entropy_grad else "value")
-    assert logprobs is not None and entropy is not None
-    return logprobs, entropy
-
-
-def logprobs_and_divergence(
-    model: nn.Module,
-    input_ids: Tensor,
-    packing: Packing,
-    temperature: float,
-    mask: Tensor,
-    entropy: str | None,
-    teacher: Teacher,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return log-probs and entropies (see `logprobs_and_entropy`), and the divergence from the teacher at each token.
-
-    Args:
         entropy: see `Targets`.
-        teacher: its distributions at the same tokens (see `distributions` and `likeliest_tokens`).
+        teacher: its distributions at the same tokens. None: there is no divergence.
+
+    Returns:
+        nats, each `(B, T)` float32, with T the length of the longest sequence; None: not computed. Entry t belongs to
+        token t. It is 0 at t = 0, in the padding, and where `mask` is 0.
     """
-    logprobs, entropies, divergences = _scores(model, input_ids, packing, temperature, mask, entropy, teacher)
-    assert logprobs is not None and divergences is not None
-    return logprobs, entropies, divergences
+    where, targets = _targets(input_ids, packing, temperature, mask, entropy, teacher)
+    scores, is_own = _of_own_slice(model, input_ids, packing, targets)
+    if packing.cp is not None:
+        scores = tuple(
+            None if own is None else packing.cp.all_reduce(own.new_zeros(is_own.shape).masked_scatter(is_own, own))
+            for own in scores
+        )
+    return tuple(None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
 
 
 @torch.no_grad()
@@ -106,12 +88,8 @@ def distributions(
 
     They share the weight of the head with the model, so that must stay as it is meanwhile: gathered.
     """
-    targets = _targets(input_ids, packing, 1.0, mask, _STATES)
-    arguments = packing_arguments(model.config, packing)
-    if packing.cp is not None:
-        targets, _ = _local_targets(packing, targets)
-        input_ids = packing.shard(input_ids)
-    states, _ = model(input_ids, targets, arguments)
+    _, targets = _targets(input_ids, packing, 1.0, mask, _STATES)
+    (states, *_), _ = _of_own_slice(model, input_ids, packing, targets)
     forward: Any = model.forward
     if forward.func is not _chunked_forward:
         return Distributions(states, None, Head(), settings)
@@ -121,58 +99,27 @@ def distributions(
 
 
 def _targets(
-    input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, entropy: str | None
-) -> Targets:
-    where = _where(packing, mask)
+    input_ids: Tensor, packing: Packing, temperature: float, mask: Tensor | None, *wanted: Any
+) -> tuple[Tensor, Targets]:
+    """Return where the targets are, `(B, T)`, and the targets, with further fields of them."""
+    where = packing.has_previous if mask is None else packing.has_previous & (mask > 0)
     ids = input_ids[0, packing.token_indices[where]]
-    return Targets(packing.previous_indices[where], ids, temperature or 1.0, entropy)
+    return where, Targets(packing.previous_indices[where], ids, temperature or 1.0, *wanted)
 
 
-def _where(packing: Packing, mask: Tensor | None) -> Tensor:
-    return packing.has_previous if mask is None else packing.has_previous & (mask > 0)
-
-
-def _scores(
-    model: nn.Module,
-    input_ids: Tensor,
-    packing: Packing,
-    temperature: float,
-    mask: Tensor | None,
-    entropy: str | None,
-    teacher: Teacher | None = None,
-) -> tuple[Tensor | None, ...]:
-    where = _where(packing, mask)
-    targets = replace(_targets(input_ids, packing, temperature, mask, entropy), teacher=teacher)
+def _of_own_slice(
+    model: nn.Module, input_ids: Tensor, packing: Packing, targets: Targets
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Return what `model` computes for the targets in this rank's slice of the row, and `(n,)`, which those are
+    (without such slices: empty)."""
     arguments = packing_arguments(model.config, packing)
     if packing.cp is None:
-        scores = model(input_ids, targets, arguments)
-    else:
-        scores = _scores_of_slices(model, input_ids, packing, targets, arguments)
-    return tuple(None if s is None else s.new_zeros(where.shape).masked_scatter(where, s) for s in scores)
-
-
-def _scores_of_slices(
-    model: nn.Module, input_ids: Tensor, packing: Packing, targets: Targets, arguments: dict[str, Any]
-) -> tuple[Tensor | None, ...]:
-    """Return the scores of all target tokens. Each rank computes those of its slice of the row."""
-    assert packing.cp is not None
-    cp, count = packing.cp, len(targets.indices)
-    local_targets, is_local = _local_targets(packing, targets)
-
-    def gather(scores: Tensor) -> Tensor:
-        return cp.all_reduce(scores.new_zeros(count).masked_scatter(is_local, scores))
-
-    local_scores = model(packing.shard(input_ids), local_targets, arguments)
-    return tuple(None if scores is None else gather(scores) for scores in local_scores)
-
-
-def _local_targets(packing: Packing, targets: Targets) -> tuple[Targets, Tensor]:
-    """Return the targets of this rank's slice of the row, and `(n,)`, which of all targets they are."""
+        return model(input_ids, targets, arguments), torch.empty(0)
     local, indices = packing.local_slice, targets.indices
-    is_local = (indices >= local.start) & (indices < local.stop)
-    teacher = targets.teacher.select(is_local) if isinstance(targets.teacher, LikeliestTokens) else targets.teacher
-    own = replace(targets, indices=indices[is_local] - local.start, ids=targets.ids[is_local], teacher=teacher)
-    return own, is_local
+    is_own = (indices >= local.start) & (indices < local.stop)
+    teacher = targets.teacher.select(is_own) if isinstance(targets.teacher, LikeliestTokens) else targets.teacher
+    own = replace(targets, indices=indices[is_own] - local.start, ids=targets.ids[is_own], teacher=teacher)
+    return model(packing.shard(input_ids), own, arguments), is_own
 
 
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -193,6 +140,10 @@ class Head:
     softcap: float | None = None
     """None: the logits are `scale z`."""
 
+    def apply(self, logits: Tensor) -> Tensor:
+        scaled = self.scale * logits
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
 
 _FULL = Vocabulary()
 
@@ -211,7 +162,7 @@ class Distributions:
     def logits(self, chunk: slice) -> Tensor:
         """Return the logits of some targets, at least float32."""
         states = self.states[chunk]
-        return states if self.weight is None else _apply(self.head, _logits(states, self.weight, Head(), 1.0, None))
+        return states if self.weight is None else self.head.apply(_logits(states, self.weight))
 
 
 Teacher = Distributions | LikeliestTokens
@@ -228,8 +179,8 @@ class Targets:
     temperature: float
     """Divides the logits."""
     entropy: str | None
-    """Whether to compute entropies: `value`, `grad` (the value, with gradients) or None (no entropies). `states`: the
-    input of the head is returned in place of log-probs."""
+    """Whether to compute entropies: their `value`, their `gradient`, too, or None (no entropies). `states`: the input
+    of the head is returned in place of log-probs."""
     teacher: Teacher | None = None
     """Compute the divergence from these distributions, too."""
 
@@ -274,7 +225,7 @@ def _chunked_forward(
     states = lm.base_model(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
     hidden, weight, vocabulary = index_select(states[0], targets.indices), lm.get_output_embeddings().weight, _FULL
     if targets.entropy == _STATES:
-        return hidden, None
+        return hidden, None, None
     if isinstance(weight, DTensor):
         axis = AxisGroup.along(weight.device_mesh)
         hidden, weight = axis.all_reduce_grad(hidden), weight.to_local()
@@ -283,7 +234,7 @@ def _chunked_forward(
         hidden, weight, targets.ids, head, targets.temperature, targets.entropy, vocabulary, compiled
     )
     if targets.teacher is None:
-        return scores
+        return *scores, None
     return *scores, _ChunkedDivergence.apply(hidden, weight, head, targets.teacher, vocabulary)
 
 
@@ -293,14 +244,14 @@ def _unchunked_forward(
     logits = forward(input_ids=input_ids, use_cache=False, **arguments).logits[0]
     logits = index_select(logits, targets.indices).float()
     if targets.entropy == _STATES:
-        return logits, None
+        return logits, None, None
     logp = (logits / targets.temperature).log_softmax(dim=-1)
     logprobs, entropies = logp.gather(-1, targets.ids[:, None])[:, 0], None
     if targets.entropy is not None:
-        with torch.set_grad_enabled(targets.entropy == "grad" and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(targets.entropy == "gradient" and torch.is_grad_enabled()):
             entropies = -(logp.exp() * logp).sum(dim=-1)
     if targets.teacher is None:
-        return logprobs, entropies
+        return logprobs, entropies, None
     return logprobs, entropies, _divergences(logits, Head(), targets.teacher, slice(None), _FULL)
 
 
@@ -327,12 +278,9 @@ class _ChunkedScores(torch.autograd.Function):
         vocabulary: Vocabulary = _FULL,
         compiled: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        n = len(hidden)
-        logprobs = hidden.new_empty(n, dtype=_sum_dtype(weight))
+        logprobs = hidden.new_empty(len(hidden), dtype=_sum_dtype(weight))
         normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        chunks = _chunks(n, weight)
-        blocks = _blocks(chunks, weight)
-        buffer = _logits_buffer(chunks, blocks, weight)
+        chunks, blocks, buffer = _pieces(len(hidden), weight)
         for chunk in chunks:
             sums: OnlineSoftmax | None = None
             for block in blocks:
@@ -355,7 +303,7 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.options = vocabulary, head, temperature, entropy, compiled
         if entropy is None:
             return logprobs, None
-        if entropy != "grad":
+        if entropy != "gradient":
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -368,20 +316,16 @@ class _ChunkedScores(torch.autograd.Function):
         dtype = _sum_dtype(weight)
         d_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        chunks = _chunks(len(hidden), weight)
-        blocks = _blocks(chunks, weight)
-        buffer = _logits_buffer(chunks, blocks, weight)
+        chunks, blocks, buffer = _pieces(len(hidden), weight)
+        gradient = kernel(gradient_of_logits, compiled)
+        has_slope = entropy == "gradient"
+        inverse_bound = None if head.softcap is None else temperature / head.softcap
         for chunk, block in itertools.product(chunks, blocks):
             z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
-            slopes = Slopes(
-                normalizers[chunk],
-                of_logprobs[chunk],
-                entropies[chunk] if entropy == "grad" else None,
-                of_entropies[chunk] if entropy == "grad" else None,
-                None if head.softcap is None else temperature / head.softcap,
-            )
-            of_block = vocabulary.block(block.start)
-            d_logits = gradient_of_logits(z, targets[chunk], of_block, slopes, weight.dtype, compiled)
+            columns = targets[chunk] - vocabulary.block(block.start).first
+            of_tokens = (entropies[chunk], of_entropies[chunk]) if has_slope else (None, None)
+            slopes = normalizers[chunk], of_logprobs[chunk], *of_tokens
+            d_logits = gradient(z, columns, *slopes, inverse_bound, weight.dtype, not compiled)
             del z
             if d_hidden is not None:
                 _add_product(d_hidden[chunk], d_logits, weight[block])
@@ -406,7 +350,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         ctx.options = head, teacher, vocabulary
         result = hidden.new_empty(len(hidden), dtype=_sum_dtype(weight))
         for chunk in _divergence_chunks(hidden, weight):
-            logits = _logits(hidden[chunk], weight, Head(), 1.0, None)
+            logits = _logits(hidden[chunk], weight)
             result[chunk] = _divergences(logits, head, teacher, chunk, vocabulary)
         return result
 
@@ -417,7 +361,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         for chunk in _divergence_chunks(hidden, weight):
-            logits = _logits(hidden[chunk], weight, Head(), 1.0, None).requires_grad_()
+            logits = _logits(hidden[chunk], weight).requires_grad_()
             with torch.enable_grad():
                 values = _divergences(logits, head, teacher, chunk, vocabulary)
             (d_logits,) = torch.autograd.grad(values, logits, grads[0][chunk])
@@ -433,7 +377,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 def _divergences(logits: Tensor, head: Head, teacher: Teacher, chunk: slice, vocabulary: Vocabulary) -> Tensor:
     """Return the divergences of some targets from the logits `W h` of the policy. A teacher may have more columns."""
     settings = teacher.settings
-    of_policy = log_softmax(_apply(head, logits) / settings.temperature, vocabulary)
+    of_policy = log_softmax(head.apply(logits) / settings.temperature, vocabulary)
     if isinstance(teacher, LikeliestTokens):
         return teacher.select(chunk).divergence(of_policy)
     first = vocabulary.first if teacher.weight is None else 0  # else they are of this rank's slice already
@@ -456,25 +400,29 @@ def logits_at_a_time(rows: int, targets: int, device: str) -> int:
         targets: tokens whose log-probs are needed.
         device: `cpu` or `cuda`.
     """
+    most = max(_CHUNK_TOKENS[device], _CHUNK_LOGITS // rows)
     if device == "cuda":  # the largest chunks are not those of the most targets
-        return min(targets, _most_tokens(rows, device)) * rows
-    longest = -(-targets // _count_chunks(targets, rows, device)) if targets else 0
+        return min(targets, most) * rows
+    longest = -(-targets // max(1, -(-targets // most)))
     return longest * min(rows, max(1, _CHUNK_LOGITS // max(longest, 1)))
 
 
-def _chunks(n: int, weight: Tensor) -> list[slice]:
-    """Return slices of similar size that cover `n` tokens."""
-    count = _count_chunks(n, len(weight), weight.device.type)
-    return [slice(n * i // count, n * (i + 1) // count) for i in range(count)] if n else []
+def _pieces(n: int, weight: Tensor) -> tuple[list[slice], list[slice], Tensor | None]:
+    """Return slices of similar size that cover `n` tokens, slices of the vocabulary whose logits are computed together
+    for each (on CUDA one), and a tensor for the logits of any of both on CPU, or None on CUDA.
 
-
-def _count_chunks(n: int, rows: int, device: str) -> int:
-    return max(1, -(-n // _most_tokens(rows, device)))
-
-
-def _most_tokens(rows: int, device: str) -> int:
-    """Return the most tokens of a chunk."""
-    return max(_CHUNK_TOKENS[device], _CHUNK_LOGITS // rows)
+    All chunks reuse it, because the pages of a large new tensor cost about as much as the computation in it. On CUDA,
+    torch itself reuses memory.
+    """
+    size = len(weight)
+    count = max(1, -(-n // max(_CHUNK_TOKENS[weight.device.type], _CHUNK_LOGITS // size)))
+    chunks = [slice(n * i // count, n * (i + 1) // count) for i in range(count)] if n else []
+    longest = max((chunk.stop - chunk.start for chunk in chunks), default=1)
+    width = size if weight.is_cuda else max(1, _CHUNK_LOGITS // longest)
+    blocks = [slice(start, min(start + width, size)) for start in range(0, size, width)]
+    if weight.is_cuda or not chunks:
+        return chunks, blocks, None
+    return chunks, blocks, weight.new_empty(longest * min(width, size), dtype=_sum_dtype(weight))
 
 
 def _sum_dtype(weight: Tensor) -> torch.dtype:
@@ -482,26 +430,9 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _blocks(chunks: list[slice], weight: Tensor) -> list[slice]:
-    """Return slices of the vocabulary whose logits are computed together for a chunk. On CUDA: one slice."""
-    size, longest = len(weight), max((chunk.stop - chunk.start for chunk in chunks), default=1)
-    width = size if weight.is_cuda else max(1, _CHUNK_LOGITS // longest)
-    return [slice(start, min(start + width, size)) for start in range(0, size, width)]
-
-
-def _logits_buffer(chunks: list[slice], blocks: list[slice], weight: Tensor) -> Tensor | None:
-    """Return a tensor for the logits of any chunk and block on CPU, or None on CUDA.
-
-    All chunks reuse it, because the pages of a large new tensor cost about as much as the computation in it. On CUDA,
-    torch itself reuses memory.
-    """
-    if weight.is_cuda or not chunks:
-        return None
-    longest, widest = (max(piece.stop - piece.start for piece in pieces) for pieces in (chunks, blocks))
-    return weight.new_empty(longest * widest, dtype=_sum_dtype(weight))
-
-
-def _logits(hidden: Tensor, weight: Tensor, head: Head, temperature: float, buffer: Tensor | None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, head: Head = Head(), temperature: float = 1.0, buffer: Tensor | None = None
+) -> Tensor:
     """Return the logits `(n, v)`, at least float32, divided by the temperature: in `buffer`, or in a new tensor."""
     dtype = _sum_dtype(weight)
     z = None if buffer is None else buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
@@ -534,30 +465,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 # What a model computes around its output layer
 
 
-class _Backbone(nn.Module):
-    """Replaces the model's backbone, and returns the same hidden states for any input."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__()
-        self.hidden = hidden
-
-    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)  # a mixture of experts reads its `router_logits`
-
-
-class _OutputLayer(nn.Module):
-    """Replaces the model's output layer, returns the same logits, and records its input."""
-
-    def __init__(self, logits: Tensor):
-        super().__init__()
-        self.logits = logits
-        self.input: Tensor | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.input = hidden
-        return self.logits
-
-
 def find_head(lm: PreTrainedModel) -> Head | None:
     """Determine what `lm`, which may be on the meta device, computes from the logits of its output layer.
 
@@ -575,25 +482,19 @@ def find_head(lm: PreTrainedModel) -> Head | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 3, layer.in_features, generator=generator)
     logits = 5 * torch.randn(1, 3, layer.out_features, generator=generator)
-    output_layer = _OutputLayer(logits.clone())
+    inputs: list[Tensor] = []
+    # A mixture of experts reads the `router_logits` of its backbone.
+    states = MoeModelOutputWithPast(last_hidden_state=hidden.clone())
     try:
-        setattr(lm, prefix, _Backbone(hidden.clone()))
-        setattr(lm, names[0], output_layer)
-        with torch.no_grad():
+        with ExitStack() as ends, torch.no_grad():
+            ends.enter_context(replaced_forward(children[prefix], lambda *_, **__: states))
+            ends.enter_context(replaced_forward(layer, lambda given: inputs.append(given) or logits.clone()))
             result = lm(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
     except Exception:  # the code of the model may need more of its backbone; then the model runs unchanged
         return None
-    finally:
-        setattr(lm, prefix, children[prefix])
-        setattr(lm, names[0], layer)
-    if output_layer.input is None or not torch.equal(output_layer.input, hidden) or result.shape != logits.shape:
+    if not inputs or not torch.equal(inputs[-1], hidden) or result.shape != logits.shape:
         return None
     softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
     ratio = float(result.flatten()[0] / logits.flatten()[0])
     candidates = [Head(), Head(scale=ratio), *([Head(softcap=softcap)] if softcap else [])]
-    return next((head for head in candidates if torch.allclose(result, _apply(head, logits), rtol=1e-5)), None)
-
-
-def _apply(head: Head, logits: Tensor) -> Tensor:
-    scaled = head.scale * logits
-    return scaled if head.softcap is None else head.softcap * torch.tanh(scaled / head.softcap)
+    return next((head for head in candidates if torch.allclose(result, head.apply(logits), rtol=1e-5)), None)

@@ -148,24 +148,20 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def adapter_config(config: LoraConfig, target_modules: list[str], base_model: str) -> str:
-    """Return peft's `adapter_config.json` of adapters of layers with these names in the model `base_model`."""
-    peft_config = _peft_config(config, target_modules)
+def adapter_config(module: nn.Module, config: LoraConfig, base_model: str) -> str:
+    """Return peft's `adapter_config.json` of the adapters of `module`, trained on the model `base_model`."""
+    layers = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in adapters_of(module)})
+    peft_config = _peft_config(config, layers)
     peft_config.base_model_name_or_path, peft_config.task_type = base_model, "CAUSAL_LM"
     peft_config.inference_mode = True
-    fields = peft_config.to_dict() | {"target_modules": sorted(target_modules)}  # peft has a set, in any order
+    fields = peft_config.to_dict() | {"target_modules": layers}  # peft has a set, in any order
     return json.dumps(fields, indent=2, sort_keys=True)
-
-
-def adapted_modules(module: nn.Module) -> list[str]:
-    """Return the names of the linear layers that have adapters, without the path before the last dot."""
-    return sorted({name.removesuffix(".weight").rpartition(".")[2] for name in adapters_of(module)})
 
 
 def _peft_config(config: LoraConfig, target_modules: list[str]):
     import peft
 
-    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=sorted(target_modules))
+    return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=target_modules)
 
 
 def _is_adapter(name: str) -> bool:

@@ -36,7 +36,7 @@ from trainer.errors import UserError, describe_error, one_line
 from trainer.files.atomic_io import digest_bytes, digest_file, write_file
 from trainer.models.attention import PACKED, can_pack
 from trainer.models.files import cache_directory, load_trained_config, weight_files, weight_shapes
-from trainer.models.loading import empty_causal_lm
+from trainer.models.loading import empty_module
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import full_tensor, hugging_face_name
 from trainer.models.weight_names import file_units
@@ -166,9 +166,12 @@ def _compare(
         verdict.problem = verdict.problem or different or _lost_in_export(own)
         if model.attn_implementation == "flash_attention_2":
             verdict.not_compared.append("the passes, because flash-attn computes on GPUs in half precision alone")
-        elif verdict.problem is None:
-            subject = _subject(model, own, spec, pack)
-            verdict.problem = _judge(_passes(subject, ids), own, ids, subject)
+        elif verdict.problem is None:  # a part of the model as ranks build it, with the weights of `own`
+            role = RoleSpec(spec.name, path_key=spec.path_key)
+            subject, _ = empty_module(model, own.config, {"cp": 1, "tp": 1}, role, pack)
+            subject.load_state_dict(own.state_dict(), assign=True, strict=False)
+            subject.tie_weights()
+            verdict.problem = _judge(subject, own, ids)
 
     shapes = on_rank0(load)
     different = _other_tensor(module, shapes or {}, own)
@@ -215,17 +218,6 @@ def _passes(module: nn.Module, ids: Sequence[Tensor]) -> list[Rows]:
     return passes
 
 
-def _own_rows(lm: PreTrainedModel, ids: Sequence[Tensor]) -> Rows:
-    """Return what `lm`, a plain model of transformers, computes for each row alone."""
-    found = Rows([], [])
-    with torch.no_grad(), _recorded_hidden(lm) as states:
-        for row in ids:
-            logp = lm(input_ids=row[None], attention_mask=torch.ones_like(row)[None], use_cache=False).logits[0]
-            found.logprobs.append(logp.float().log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0])
-    found.hidden = [state[0] for state in states]
-    return found
-
-
 @contextlib.contextmanager
 def _recorded_hidden(model: nn.Module) -> Iterator[list[Tensor]]:
     """Yield a list to which each pass adds its last hidden states, if the class has a backbone that it calls."""
@@ -239,10 +231,16 @@ def _recorded_hidden(model: nn.Module) -> Iterator[list[Tensor]]:
         yield states
 
 
-def _judge(passes: list[Rows], lm: PreTrainedModel, ids: Sequence[Tensor], module: nn.Module) -> str | None:
-    """Return what of `passes` differs from what `lm` computes, by the first cause that explains it; None: nothing."""
-    own = _own_rows(lm, ids)
-    together, again, alone = passes
+def _judge(module: nn.Module, lm: PreTrainedModel, ids: Sequence[Tensor]) -> str | None:
+    """Return what `module` computes otherwise than `lm`, a plain model of transformers that computes each row alone, by
+    the first cause that explains it; None: nothing."""
+    together, again, alone = _passes(module, ids)
+    own = Rows([], [])
+    with torch.no_grad(), _recorded_hidden(lm) as states:
+        for row in ids:
+            logp = lm(input_ids=row[None], attention_mask=torch.ones_like(row)[None], use_cache=False).logits[0]
+            own.logprobs.append(logp.float().log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0])
+    own.hidden = [state[0] for state in states]
 
     def differs(rows: Rows, others: Rows, of: Callable[[Rows], list[Tensor]] = lambda rows: rows.logprobs) -> bool:
         difference, limit = _difference(of(rows), of(others), of(own))
@@ -391,15 +389,6 @@ def _split_unread(own: PreTrainedModel, names: Sequence[str]) -> tuple[str | Non
 
 def _first_of(names: Sequence[str]) -> str:
     return one_line(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _subject(model: ModelConfig, own: PreTrainedModel, spec: RoleSpec, pack: bool) -> nn.Module:
-    """Return a part of the model as ranks build it, with the weights of `own`."""
-    role = RoleSpec(spec.name, path_key=spec.path_key)
-    lm, _ = empty_causal_lm(model, own.config, {"cp": 1, "tp": 1}, role, pack)
-    lm.load_state_dict(own.state_dict(), assign=True, strict=False)
-    lm.tie_weights()
-    return lm
 
 
 def _other_tensor(module: nn.Module, shapes: Mapping[str, torch.Size], own: PreTrainedModel | None) -> str | None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from trainer.config.algorithm import FORWARD, JSD, REVERSE, TeacherConfig
 from trainer.parallel.ac_and_compile import allow_graphs
 from trainer.parallel.collectives import AxisGroup
-from trainer.parallel.packing import Packing
 
 _NEVER = -80.0  # log-prob of what has no probability, finite so that its part of a divergence is 0
 _LEAST_REST = 1e-6  # probability of the tokens beyond the likeliest ones, below which rounding decides it
@@ -73,8 +72,7 @@ class OnlineSoftmax:
     @classmethod
     def of(cls, z: Tensor, of_targets: Tensor, with_dot: bool, compiled: bool = False) -> OnlineSoftmax:
         """Return the sums over the logits `(n, v)`, which may be overwritten."""
-        sums = _compiled(_sums) if compiled else _sums
-        return cls(*sums(z, with_dot, not compiled), of_targets)
+        return cls(*kernel(_sums, compiled)(z, with_dot, not compiled), of_targets)
 
     def merged(self, other: OnlineSoftmax) -> OnlineSoftmax:
         """Return the sums over both slices."""
@@ -91,26 +89,9 @@ class OnlineSoftmax:
         return OnlineSoftmax(maximum, factor * self.total, dot, self.of_targets)
 
 
-@dataclass(frozen=True)
-class Slopes:
-    """What a loss needs of the log-probs and entropies of n tokens, for the gradient of their logits."""
-
-    normalizers: Tensor  # `(n,)`: the logarithms of the sums of `exp(z)` over the full vocabulary
-    of_logprobs: Tensor
-    """`(n,)`: the gradients of the log-probs, times minus the slope of the logits."""
-    entropies: Tensor | None  # `(n,)`. None: the entropies have no gradients.
-    of_entropies: Tensor | None
-    """`(n,)`: the gradients of the entropies, times minus the slope of the logits."""
-    inverse_bound: float | None
-    """1 over the largest logit that the soft cap allows. None: there is no cap."""
-
-
-def gradient_of_logits(
-    z: Tensor, targets: Tensor, vocabulary: Vocabulary, slopes: Slopes, dtype: torch.dtype, compiled: bool
-) -> Tensor:
-    """Return the gradient `(n, v)` of the logits `z`, which may be overwritten, in precision `dtype`."""
-    gradient = _compiled(_gradient) if compiled else _gradient
-    return gradient(z, targets - vocabulary.first, *vars(slopes).values(), dtype, not compiled)
+def kernel(function: Callable, compiled: bool) -> Callable:
+    """Return `function`, compiled for any sizes if so."""
+    return _compiled(function) if compiled else function
 
 
 @functools.cache
@@ -139,7 +120,7 @@ def _sums(z: Tensor, with_dot: bool, in_place: bool) -> tuple[Tensor, Tensor, Te
     return maximum, p.sum(dim=-1), z.mul_(p).sum(dim=-1)
 
 
-def _gradient(
+def gradient_of_logits(
     z: Tensor,
     columns: Tensor,
     normalizers: Tensor,
@@ -150,10 +131,15 @@ def _gradient(
     dtype: torch.dtype,
     in_place: bool,
 ) -> Tensor:
-    """See `gradient_of_logits`, and `_sums`.
+    """Return the gradient `(n, v)` of the logits `z` of a slice, which may be overwritten, in precision `dtype`.
 
     Args:
         columns: `(n,)`, those of the targets; outside of the slice there is none.
+        normalizers: `(n,)`, the logarithms of the sums of `exp(z)` over the full vocabulary.
+        of_logprobs, of_entropies: `(n,)`, the gradients of both, times minus the slope of the logits.
+        entropies: `(n,)`. None: they have no gradients.
+        inverse_bound: 1 over the largest logit that the soft cap allows. None: there is no cap.
+        in_place: see `_sums`.
     """
     curvature = None if inverse_bound is None else (z * inverse_bound).square_().neg_().add_(1)
     z = torch.sub(z, normalizers[:, None], out=z if in_place else None)  # log p
@@ -177,11 +163,7 @@ def _avoid_denormals(z: Tensor) -> None:
     """Clamp logarithms in place, so that their exponentials are normal numbers. CPUs take thirty times as long for
     `exp` if the result is a denormal number."""
     if not z.is_cuda:
-        z.clamp_(min=_least(z.dtype))
-
-
-def _least(dtype: torch.dtype) -> int:
-    return math.ceil(math.log(torch.finfo(dtype).tiny))
+        z.clamp_(min=math.ceil(math.log(torch.finfo(z.dtype).tiny)))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -219,12 +201,6 @@ def divergence(teacher: Tensor, policy: Tensor, kind: str, beta: float) -> Tenso
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(policy, mixture)
 
 
-def bucketed(logprobs: Tensor) -> Tensor:
-    """Return log-probs `(n, k)` of some tokens with one more column: the log-prob of all other tokens together."""
-    rest = torch.log1p(-logprobs.exp().sum(dim=-1).clamp(max=1 - _LEAST_REST))
-    return torch.cat([logprobs, rest[:, None]], dim=-1)
-
-
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(dim=-1)
 
@@ -245,14 +221,9 @@ class LikeliestTokens:
         """Return the divergence `(n,)` from the policy's log-probs `(n, v)`: the other tokens are one outcome."""
         is_beyond = self.ids >= of_policy.shape[1]  # a column that the policy does not have
         ids = self.ids.masked_fill(is_beyond, 0)
-        both = self.logprobs.to(of_policy.dtype), of_policy.gather(1, ids)
-        given = (logprobs.masked_fill(is_beyond, _NEVER) for logprobs in both)
-        return divergence(*map(bucketed, given), self.settings.divergence, self.settings.beta)
-
-
-def likeliest_tokens(
-    ids: Tensor, logprobs: Tensor, packing: Packing, mask: Tensor, settings: TeacherConfig
-) -> LikeliestTokens:
-    """Return the likeliest tokens of a teacher where `mask` is 1, from arrays `(b, t, k)`."""
-    where = packing.has_previous & (mask > 0)
-    return LikeliestTokens(ids[where], logprobs[where], settings)
+        distributions = []
+        for logprobs in (self.logprobs.to(of_policy.dtype), of_policy.gather(1, ids)):
+            logprobs = logprobs.masked_fill(is_beyond, _NEVER)
+            rest = torch.log1p(-logprobs.exp().sum(dim=-1).clamp(max=1 - _LEAST_REST))
+            distributions.append(torch.cat([logprobs, rest[:, None]], dim=-1))
+        return divergence(*distributions, self.settings.divergence, self.settings.beta)

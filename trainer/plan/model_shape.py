@@ -18,13 +18,13 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.config import LM, Config, RoleSpec
+from trainer.config import Config, RoleSpec
 from trainer.errors import UserError
 from trainer.files.hf_hub import first_line
+from trainer.models import loading
 from trainer.models.attention import can_pack, is_stateful
 from trainer.models.checks import COLWISE, ROWWISE, check_model_axes
 from trainer.models.files import check_sizes, load_trained_config, resolve_model_path
-from trainer.models.loading import empty_causal_lm, empty_value_model
 from trainer.models.tiny import TinyShape, tiny_config
 from trainer.parallel.axes import AXES
 from trainer.parallel.shard import param_dtype, transformer_blocks
@@ -216,9 +216,8 @@ def refusing(cfg: Config, role: RoleSpec, config: PretrainedConfig) -> Iterator[
 
 def empty_module(cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Sizes) -> tuple[nn.Module, str]:
     """Return the model of a role on the meta device, as ranks build it before it is split; and its backbone's name."""
-    build = empty_causal_lm if role.head == LM else empty_value_model
     with no_init_weights():  # there are none, and going through all modules takes most of the time
-        return build(cfg.model, config, sizes, role, cfg.trainer.pack)
+        return loading.empty_module(cfg.model, config, sizes, role, cfg.trainer.pack)
 
 
 def forward_dtype(role: RoleSpec, device: str) -> torch.dtype:

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.config import FSDPConfig, RoleSpec
 from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
 from trainer.models.export_weights import write_safetensors
-from trainer.models.lora import adapted_modules, adapter_config, adapter_tensors
+from trainer.models.lora import adapter_config, adapter_tensors
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.load_balancing import Limits, MiniBatch, Share
@@ -330,7 +328,7 @@ class TrainedWorker(ModelWorker):
 
     def adapter_config(self, base_model: str) -> str:
         """Return peft's config of the adapters, which names `base_model` as the adapted model. Not a collective."""
-        return adapter_config(self.spec.lora, adapted_modules(self.module), base_model)
+        return adapter_config(self.module, self.spec.lora, base_model)
 
     def adapter_weights(self) -> bytes | None:
         """Return the adapters as a safetensors file on the rank that reports, and None on the others."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,18 +22,12 @@ from trainer.models.export_weights import (
     file_bytes,
     merged_tensors,
     own_blocks,
-    part_of_digest,
     stream_tensors,
 )
-from trainer.models.logprobs import (
-    Distributions,
-    distributions,
-    logprobs_and_divergence,
-    logprobs_and_entropy,
-    token_logprobs,
-)
+from trainer.models.logprobs import Distributions, distributions, token_logprobs, token_scores
 from trainer.models.lora import disabled_adapters
-from trainer.models.online_softmax import LikeliestTokens, likeliest_tokens
+from trainer.models.online_softmax import LikeliestTokens
+from trainer.models.weight_deltas import WeightsDigest
 from trainer.objectives.base import LossResult, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate
 from trainer.parallel.load_balancing import MiniBatch, Share, has_old_logprobs
@@ -68,30 +63,21 @@ class PolicyWorker(TrainedWorker):
         self._largest_difference: float | None = None  # of the means of earlier steps; None: there is none
 
     def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        return self.map_rows(share, self._logprobs)
-
-    def _logprobs(self, mb: MicroBatch) -> Tensor:
-        return _token_logprobs(self.module, mb, self.objective.temperature)
+        return self.map_rows(share, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
 
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
-        needed, entropy, divergence = self.objective.entropy(mb), None, None
-        scored, has_gradient = mb.arrays.get("sampled", mb["mask"]), needed == "gradient"
-        if (settings := self.objective.divergence) is not None:
-            kind = None if needed is None else "grad" if has_gradient else "value"
-            given = self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, kind
-            teacher: Distributions | LikeliestTokens
-            if self.teacher is not None:
-                teacher = self.teacher.distributions(mb, scored)
-            else:
-                arrays = (mb[f"{TEACHER_TOP}_{name}"] for name in ("ids", "logprobs"))
-                teacher = likeliest_tokens(*arrays, mb.packing, scored, settings)
-            logprobs, entropy, divergence = logprobs_and_divergence(*given, teacher)
-        elif needed is None:
-            logprobs = self._logprobs(mb)
-        else:
-            logprobs, entropy = logprobs_and_entropy(
-                self.module, mb.input_ids, mb.packing, self.objective.temperature, scored, entropy_grad=has_gradient
-            )
+        needed, settings = self.objective.entropy(mb), self.objective.divergence
+        scored, teacher = mb.arrays.get("sampled", mb["mask"]), None
+        if settings is not None and self.teacher is not None:
+            teacher = self.teacher.distributions(mb, scored)
+        elif settings is not None:
+            where = mb.packing.has_previous & (scored > 0)
+            arrays = (mb[f"{TEACHER_TOP}_{name}"][where] for name in ("ids", "logprobs"))
+            teacher = LikeliestTokens(*arrays, settings)
+        if needed is None and settings is None:
+            scored = mb.arrays.get("mask")
+        given = self.module, mb.input_ids, mb.packing, self.objective.temperature, scored
+        logprobs, entropy, divergence = token_scores(*given, needed, teacher)
         if self.objective.reads_old_logprobs and not mini_batch.has_old_logprobs:
             mb.arrays["old_logprobs"] = logprobs.detach()
             if mb.rows and self.layout.is_first_of_dp_rank:
@@ -220,7 +206,9 @@ class PolicyWorker(TrainedWorker):
     def write_shared(self, directory: str, dtype: str) -> int:
         """Write the weights as `write_weights` does; return this rank's part of their `WeightsDigest`."""
         self.write_weights(directory, dtype)
-        return part_of_digest(directory)
+        digest = WeightsDigest()
+        digest.add_files(directory, dist.get_rank(), dist.get_world_size())
+        return digest.total
 
     def open_shared(self, dtype: str, reserved: int) -> str:
         """Make a directory in this machine's shared memory for the weights; returns its path. Not a collective."""

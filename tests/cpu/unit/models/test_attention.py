@@ -25,7 +25,7 @@ from trainer.models.attention import (
     uses_varlen,
 )
 from trainer.models.loading import CriticModel
-from trainer.models.logprobs import logprobs_and_entropy, set_head, token_logprobs
+from trainer.models.logprobs import set_head, token_logprobs, token_scores
 from trainer.parallel.packing import Packing
 
 LENGTHS = [3, 11, 2, 7, 7, 1, 14]
@@ -101,7 +101,7 @@ def test_logprobs_entropies_and_gradients_equal_those_of_padded_rows(name, share
     assert ids.numel() == packing.tokens == sum(LENGTHS) - sum(shared)
     ours, theirs = packable(name), random_model(ALL[name], "eager")
     expected, expected_entropy = padded_scores(theirs, shared)
-    logprobs, entropy = logprobs_and_entropy(ours, ids, packing, entropy_grad=True)
+    logprobs, entropy, _ = token_scores(ours, ids, packing, entropy="gradient")
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-5)
     ((logprobs + 0.3 * entropy) * weights()).sum().backward()

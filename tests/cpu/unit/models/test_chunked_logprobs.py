@@ -14,7 +14,7 @@ from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from tests.support.tables import table
 from trainer.models import logprobs as module
 from trainer.models.attention import set_attention
-from trainer.models.logprobs import Head, _ChunkedScores, find_head, logprobs_and_entropy, set_head, token_logprobs
+from trainer.models.logprobs import Head, _ChunkedScores, find_head, set_head, token_logprobs, token_scores
 from trainer.models.online_softmax import Vocabulary
 from trainer.parallel.packing import Packing
 
@@ -77,7 +77,7 @@ def check_gradients(compiled: bool, tokens: int, temperature: float, head: Head)
         patch.setitem(module._CHUNK_TOKENS, "cpu", 4)
         patch.setattr(module, "_CHUNK_LOGITS", 1)
         patch.setattr(torch._inductor.config, "compile_threads", 1, raising=False)  # no pool of processes that stays
-        found = _ChunkedScores.apply(hidden, weight, targets, head, temperature, "grad", Vocabulary(), compiled)
+        found = _ChunkedScores.apply(hidden, weight, targets, head, temperature, "gradient", Vocabulary(), compiled)
         z = head.scale * (hidden @ weight.T)
         z = z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
         expected = expected_scores(z, targets, temperature)
@@ -109,7 +109,7 @@ def test_scores_and_gradients_equal_those_of_the_models_own_logits(name, width, 
     set_head(ours)
     ids = torch.randint(2, VOCABULARY, (1, 19), generator=torch.Generator().manual_seed(5))
     mask = (torch.arange(19) % 3 > 0).float()[None]
-    logprobs, entropy = logprobs_and_entropy(ours, ids, Packing([19], "cpu"), 0.8, mask, entropy_grad=True)
+    logprobs, entropy, _ = token_scores(ours, ids, Packing([19], "cpu"), 0.8, mask, "gradient")
     chosen, spread = expected_scores(theirs(ids).logits[0, :-1], ids[0, 1:], 0.8)
     torch.testing.assert_close(logprobs[0, 1:], chosen * mask[0, 1:], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy[0, 1:], spread * mask[0, 1:], atol=1e-5, rtol=1e-5)
@@ -148,7 +148,9 @@ class _Logits(TorchDispatchMode):
 def test_no_tensor_holds_the_logits_of_more_than_a_chunk(frozen, small_chunks):
     hidden, weight = torch.randn(40, 3, requires_grad=True), nn.Parameter(torch.randn(VOCABULARY, 3), not frozen)
     with _Logits() as seen:
-        logprobs, entropy = _ChunkedScores.apply(hidden, weight, torch.zeros(40, dtype=torch.long), Head(), 1.0, "grad")
+        logprobs, entropy = _ChunkedScores.apply(
+            hidden, weight, torch.zeros(40, dtype=torch.long), Head(), 1.0, "gradient"
+        )
         (logprobs + entropy).sum().backward()
     assert seen.tokens == 4 and seen.elements == 4 * VOCABULARY
     assert (weight.grad is None) == frozen and hidden.grad.abs().sum() > 0
@@ -174,10 +176,8 @@ def test_half_precision_gradients_are_summed_in_float32(width, small_chunks, mon
 
 @table("vocabulary, tokens, widths", [(256, 16384, [256]), (8192, 512, [8192]), (20000, 512, [8192, 8192, 3616])])
 def test_with_a_large_vocabulary_only_a_block_of_logits_exists_at_a_time(vocabulary, tokens, widths):
-    weight = torch.empty(vocabulary, 1, device="meta")
-    chunks = module._chunks(2 * tokens, torch.empty(vocabulary, 1))
-    assert {chunk.stop - chunk.start for chunk in chunks} == {tokens}
-    blocks = module._blocks(chunks, weight)
+    chunks, blocks, buffer = module._pieces(2 * tokens, torch.empty(vocabulary, 1))
+    assert {chunk.stop - chunk.start for chunk in chunks} == {tokens} and len(buffer) == tokens * widths[0]
     assert [block.stop - block.start for block in blocks] == widths and blocks[-1].stop == vocabulary
 
 

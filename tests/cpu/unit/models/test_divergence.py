@@ -13,14 +13,7 @@ from tests.support.architectures import ARCHITECTURES, SHAPE, VOCABULARY, random
 from trainer.config.algorithm import TeacherConfig
 from trainer.models import logprobs as module
 from trainer.models.attention import set_attention
-from trainer.models.logprobs import (
-    Distributions,
-    Head,
-    _ChunkedDivergence,
-    distributions,
-    logprobs_and_divergence,
-    set_head,
-)
+from trainer.models.logprobs import Distributions, Head, _ChunkedDivergence, distributions, set_head, token_scores
 from trainer.models.online_softmax import LikeliestTokens, Vocabulary, divergence
 from trainer.parallel.packing import Packing
 
@@ -141,7 +134,7 @@ def test_packed_rows_in_chunks_give_what_the_logits_of_whole_models_give(pair, k
         mask[i, 2 : len(row)] = 1
     ids = torch.tensor([sum(rows, [])])
     given = distributions(teacher, ids, packing, mask, settings)
-    logprobs, entropies, found = logprobs_and_divergence(policy, ids, packing, 1.0, mask, "value", given)
+    logprobs, entropies, found = token_scores(policy, ids, packing, 1.0, mask, "value", given)
     expected = torch.zeros_like(found)
     for i, row in enumerate(rows):
         z, of_teacher = (lm(input_ids=torch.tensor([row])).logits[0, 1:-1] for lm in plain)
@@ -165,7 +158,7 @@ def test_a_divergence_is_0_for_equal_models_and_needs_no_memory_for_all_logits(m
     ids, packing, mask = torch.arange(2, 12)[None], Packing([6, 4], "cpu"), torch.ones(2, 6)
     for kind in ("forward", "reverse"):
         given = distributions(model, ids, packing, mask, TeacherConfig(divergence=kind))
-        *_, found = logprobs_and_divergence(model, ids, packing, 1.0, mask, None, given)
+        *_, found = token_scores(model, ids, packing, 1.0, mask, None, given)
         assert torch.equal(found, torch.zeros_like(found))
     monkeypatch.setitem(module._DIVERGENCE_LOGITS, "cpu", 4 * VOCABULARY)
     states, weight = torch.randn(40, 3), torch.randn(VOCABULARY, 3)

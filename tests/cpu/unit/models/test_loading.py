@@ -31,7 +31,7 @@ from tests.support.tables import table
 from trainer.config import LM, SCORE, Config, FSDPConfig, LoraConfig, ModelConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import UserError
 from trainer.models.files import resolve_model_path
-from trainer.models.loading import _leave_training_mode, empty_causal_lm, load_model
+from trainer.models.loading import _leave_training_mode, empty_module, load_model
 from trainer.models.logprobs import token_logprobs
 from trainer.models.lora import hugging_face_name
 from trainer.models.tiny import TinyShape, build_tiny
@@ -186,7 +186,7 @@ def test_log_probs_are_free_of_noise_and_equal_those_of_the_class(name):
     """Old and new log-probs of the same weights must be equal, also where training mode means random experts."""
     config = NOISY[name]
     before = config.to_dict()
-    lm, _ = empty_causal_lm(ModelConfig(), config, {"cp": 1, "tp": 1}, policy_role(Config()))
+    lm, _ = empty_module(ModelConfig(), config, {"cp": 1, "tp": 1}, policy_role(Config()))
     assert config.to_dict() == before, "the config of the files is not changed"
     plain = random_model(config, "eager").eval()
     lm.load_state_dict(plain.state_dict(), assign=True)

@@ -13,7 +13,7 @@ from tests.support.architectures import ARCHITECTURES, VOCABULARY, random_model
 from tests.support.tables import table
 from trainer.algorithms import POLICY_LOSSES, Totals, aggregate
 from trainer.models.attention import set_attention
-from trainer.models.logprobs import logprobs_and_entropy, set_head, token_logprobs
+from trainer.models.logprobs import set_head, token_logprobs, token_scores
 from trainer.parallel.batching import count_shared_tokens, take_rows
 from trainer.parallel.load_balancing import Rows, plan_micro_batches
 from trainer.parallel.packing import Packing
@@ -52,7 +52,7 @@ def loss_and_gradients(
     for plan in plan_micro_batches(Rows(LENGTHS, 0.0, batch["group_ids"], shared), ranks, max_tokens):
         for rows in plan:
             mb = take_rows(batch, rows, "cpu", shared=shared)
-            logprobs, entropy = logprobs_and_entropy(model, mb.input_ids, mb.packing, 0.7, entropy_grad=True)
+            logprobs, entropy, _ = token_scores(model, mb.input_ids, mb.packing, 0.7, entropy="gradient")
             loss, _ = POLICY_LOSSES["clip"](
                 logprobs,
                 mb["old_logprobs"],

@@ -11,7 +11,7 @@ import torch
 from tests.support.compiled import without_kernels
 from tests.support.tables import table
 from trainer.models import online_softmax
-from trainer.models.online_softmax import OnlineSoftmax, Slopes, Vocabulary, gradient_of_logits
+from trainer.models.online_softmax import OnlineSoftmax, gradient_of_logits, kernel
 
 # A C++ compiler takes 20 s for the kernels of these functions, so they guard a release alone.
 KERNELS = [False, pytest.param(True, marks=[pytest.mark.processes, pytest.mark.release])]
@@ -52,9 +52,9 @@ def test_a_compiled_gradient_is_that_of_the_operators(first, dtype, compiler):
     """Also of a slice of the vocabulary in which some targets are not."""
     generator = torch.Generator().manual_seed(2)
     z, targets = 5 * torch.randn(6, 40, generator=generator), torch.tensor([0, 20, 30, 35, 39, 69])
-    slopes = Slopes(z.logsumexp(-1), *torch.randn(3, 6, generator=generator).unbind(), 1 / 30)
+    slopes = z.logsumexp(-1), *torch.randn(3, 6, generator=generator).unbind(), 1 / 30
     plain, compiled = (
-        gradient_of_logits(z.clone(), targets, Vocabulary(first), slopes, dtype, flag) for flag in (False, True)
+        kernel(gradient_of_logits, flag)(z.clone(), targets - first, *slopes, dtype, not flag) for flag in (False, True)
     )
     assert compiled.dtype == dtype
     torch.testing.assert_close(compiled, plain, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=1e-2)

@@ -149,9 +149,8 @@ def taken_on_gpu(entropy: str | None, head: Head, dtype: torch.dtype) -> tuple[i
     with FakeTensorMode(), torch.no_grad():
         weight, hidden = (torch.empty(count, width, dtype=dtype) for count in (rows, targets))
         ids, slopes = (torch.zeros(targets, dtype=kind) for kind in (torch.long, torch.float32))
-        kind = "grad" if entropy == "gradient" else entropy
         with TensorMemory() as memory:
-            _ChunkedScores.forward(context, hidden, weight, ids, head, 1.0, kind)
+            _ChunkedScores.forward(context, hidden, weight, ids, head, 1.0, entropy)
             forward = memory.peak
         with TensorMemory() as memory:
             _ChunkedScores.backward(context, slopes, slopes if entropy else None)
@@ -161,7 +160,8 @@ def taken_on_gpu(entropy: str | None, head: Head, dtype: torch.dtype) -> tuple[i
 def test_the_output_layer_of_a_gpu_takes_what_its_operators_hold(monkeypatch):
     monkeypatch.setitem(logprobs._CHUNK_TOKENS, "cpu", 4096)
     monkeypatch.setattr(logprobs, "_CHUNK_LOGITS", 4096 * 40_000)
-    monkeypatch.setattr(logprobs, "_logits_buffer", lambda *_: None)
+    pieces = logprobs._pieces
+    monkeypatch.setattr(logprobs, "_pieces", lambda *given: (*pieces(*given)[:2], None))
     monkeypatch.setattr(logprobs, "_add_product", lambda *_: None)  # it takes nothing on a GPU
     row = Row((8193,), None, 8192)
     for dtype in (torch.float32, torch.bfloat16):
