@@ -80,7 +80,7 @@ def test_a_save_has_the_state_of_its_moment_while_kernels_run(device, wide_path,
 
 def states(worker: PolicyWorker) -> list[Tensor]:
     """A copy of this rank's shards and of its optimizer's states, on their device."""
-    moments = [state.to_local().clone() for state in worker.optimizer_tensors()]
+    moments = [state.to_local().clone() for state in worker.optimizers.tensors(worker.device)]
     return [*weights(worker).values(), *moments]
 
 

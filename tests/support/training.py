@@ -153,7 +153,9 @@ def first_step(rank: Rank, path: str) -> dict:
 def held_bytes(rank: Rank) -> int:
     """The bytes that weights and optimizer states take on the device of this rank."""
     trained = [rank.roles[role] for role in ("policy", "critic")]
-    tensors = [tensor for worker in trained for tensor in (*worker.weight_tensors(), *worker.optimizer_tensors())]
+    tensors = [
+        tensor for worker in trained for tensor in (*worker.weight_tensors(), *worker.optimizers.tensors(worker.device))
+    ]
     return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
 
 

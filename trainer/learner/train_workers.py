@@ -198,7 +198,7 @@ class TrainWorkers:
         self.call_one("policy", "close_shared")
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
-        """Begin to write the roles that have a state of their own through `files` (a `StateFiles`). What this returns,
+        """Begin to write the roles that have a state of their own through `files` (`ShardedFiles`). What this returns,
         called on any thread, waits for it and returns the files of all ranks."""
         self.policy.call("begin_save", self.saved_roles, files)
         pending = self.policy.start_background("finish_save")

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import Distribution, version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,19 +109,6 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-class SideGroup:
-    """A second gloo group of all ranks, through which a thread can communicate while the ranks train."""
-
-    def __init__(self) -> None:
-        self.handle = dist.new_group(backend="gloo")
-        self.rank = dist.get_rank(self.handle)
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(self.handle)
-        dist.all_gather_object(values, value, group=self.handle)
-        return values
-
-
 class Layout:
     """The ranks of the process group as a mesh of `AXES`, with sizes as of `axis_sizes`.
 
@@ -144,37 +130,21 @@ class Layout:
         mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
         self.fsdp_mesh: DeviceMesh = mesh[tuple(dims)[: len(fsdp)]] if others else mesh
         self.tp_mesh: DeviceMesh | None = mesh["tp"] if sizes["tp"] > 1 else None
-        self.cp = self._group("cp") if sizes["cp"] > 1 else None
-
-    def _group(self, axis: str) -> AxisGroup:
-        ranks = torch.arange(dist.get_world_size()).view([self.sizes[name] for name in AXES])
-        lines = ranks.movedim(list(AXES).index(axis), -1).reshape(-1, self.sizes[axis])
-        group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-        assert group is not None
-        return AxisGroup(group, dist.get_rank(group), self.sizes[axis])
-
-    @property
-    def dp_size(self) -> int:
+        self.cp: AxisGroup | None = None
+        if sizes["cp"] > 1:
+            ranks = torch.arange(dist.get_world_size()).view([sizes[name] for name in AXES])
+            lines = ranks.movedim(list(AXES).index("cp"), -1).reshape(-1, sizes["cp"])
+            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            assert group is not None
+            self.cp = AxisGroup(group, dist.get_rank(group), sizes["cp"])
+        sharing = math.prod(sizes[name] for name in AXES if AXES[name].same_rows)
+        self.dp_size = dist.get_world_size() // sharing
         """Number of data-parallel ranks: a batch is split into this many parts."""
-        return dist.get_world_size() // self.ranks_per_dp_rank
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank // self.ranks_per_dp_rank
-
-    @property
-    def ranks_per_dp_rank(self) -> int:
-        return math.prod(size for name, size in self.sizes.items() if AXES[name].same_rows)
-
-    @property
-    def is_main_rank(self) -> bool:
+        self.dp_rank = self.rank // sharing
+        self.is_main_rank = self.rank == 0
         """Whether the driver uses this rank's result where all have the same."""
-        return self.rank == 0
-
-    @property
-    def is_first_of_dp_rank(self) -> bool:
+        self.is_first_of_dp_rank = self.rank % sharing == 0
         """The same where all ranks with the same rows have the same result."""
-        return self.rank % self.ranks_per_dp_rank == 0
 
     def describe(self) -> dict[str, object]:
         return {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainer.errors import is_disk_unwritable, text_of
-from trainer.parallel.mesh import SideGroup
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.workers.host_memory import HostCopy, HostMemory, storages_of
@@ -20,24 +20,16 @@ from trainer.workers.host_memory import HostCopy, HostMemory, storages_of
 _SAVES = "saves"  # the row of the timeline
 
 
-class StateFiles(Protocol):
-    """Writes and reads sharded states (see `trainer.checkpoint.sharded.ShardedFiles`)."""
-
-    def write(self, name: str, state: dict[str, Any], extra: dict[str, str], group: Any) -> list[dict]: ...
-    def read(self, name: str, state: dict[str, Any], group: Any = None, optional: Sequence[str] = ()) -> None: ...
-    def read_json(self, name: str, file: str) -> bytes: ...
-
-
 class AsyncSaver:
     """Runs at most one save at a time. It copies this rank's shards to host memory first (see `HostMemory`).
+    Construction is a collective.
 
     Args:
-        group: a group without other users, so that the writers can communicate while the ranks train.
         device: device of the state; a state on `cuda` is copied to pinned memory, on a stream of its own.
     """
 
-    def __init__(self, group: SideGroup, device: str):
-        self._group = group
+    def __init__(self, device: str):
+        self._group = dist.new_group(backend="gloo")  # so that the writers can communicate while the ranks train
         self._gpu = torch.cuda.current_device() if device == "cuda" else None
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._memory: dict[str, HostMemory] = {}
@@ -54,12 +46,13 @@ class AsyncSaver:
     def more_memory(self) -> HostMemory:
         return HostMemory(self._gpu)
 
-    def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: StateFiles) -> None:
+    def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: Any) -> None:
         """Start a save. The tensors in `states` must not change until `before_change` or `wait_until_staged` returns.
 
         Args:
             states: tensors of this rank and plain values, by name. Those of the role's offloaded tensors may be away.
             extras: small files that rank 0 adds to each state, by name.
+            files: writes the states (`trainer.checkpoint.sharded.ShardedFiles`).
         """
         assert self._thread is None, "finish the save before beginning another"
         # On this thread, because offloaded tensors may be on their way back when the other begins.
@@ -119,8 +112,10 @@ class AsyncSaver:
     ) -> None:
         """Copy the states; of those in `copies`, what these lack. Adds copies that are held for the caller."""
         offloaded, memory = set(copies), self._memory
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # each thread has its own current device
         try:
-            with self._on_own_stream():
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
                 for name, state in states.items():
@@ -135,17 +130,11 @@ class AsyncSaver:
                 memory[name].forget()
             raise
 
-    def _on_own_stream(self) -> AbstractContextManager[Any]:
-        if self._gpu is None:
-            return nullcontext()
-        torch.cuda.set_device(self._gpu)  # each thread has its own current device
-        return torch.cuda.stream(self._stream)
-
     def _run(
         self,
         states: dict[str, dict[str, Any]],
         extras: dict[str, dict[str, str]],
-        files: StateFiles,
+        files: Any,
         copies: dict[str, HostCopy],
         ready: torch.cuda.Event | None,
     ) -> None:
@@ -157,7 +146,7 @@ class AsyncSaver:
                     self._stage(states, copies, ready)
                 staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
-                self._agree(OSError(f"rank {self._group.rank} could not copy its state: {error}"))
+                self._agree(OSError(f"rank {dist.get_rank(self._group)} could not copy its state: {error}"))
             else:
                 self._agree(None)
             finally:
@@ -168,7 +157,7 @@ class AsyncSaver:
                 failpoint("save:staged")
                 try:
                     with TRACER.span(f"write {name}", _SAVES):
-                        self._entries += files.write(name, staged[name], extras[name], self._group.handle)
+                        self._entries += files.write(name, staged[name], extras[name], self._group)
                 except Exception as error:
                     number = [errno.ENOSPC] if is_disk_unwritable(error) else []
                     self._agree(OSError(*number, text_of(error)))  # no other process may know the type of `error`
@@ -182,4 +171,6 @@ class AsyncSaver:
 
     def _agree(self, problem: OSError | None) -> None:
         """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""
-        self._problem = next((p for p in self._group.gather(problem) if p is not None), None)
+        problems: list[OSError | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, problem, group=self._group)
+        self._problem = next((p for p in problems if p is not None), None)

@@ -27,7 +27,6 @@ from trainer.parallel.rng import capture_rng, restore_rng
 from trainer.parallel.shard import frees_after_forward, param_dtype, reshard
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
-from trainer.workers.async_saver import StateFiles
 from trainer.workers.optimizers import Optimizers
 
 LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -96,6 +95,9 @@ class ModelWorker:
         parameters = list(self.module.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
+    def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
+
     def weight_tensors(self) -> list[Tensor]:
         reshard(self.module)
         return [parameter for parameter in self.module.parameters() if parameter.device.type == self.device]
@@ -111,7 +113,7 @@ class ModelWorker:
     def sharding(self) -> str:
         return json.dumps({"fsdp_version": 2, **self.layout.describe()}, indent=2)
 
-    def load(self, files: StateFiles, kinds: Collection[str] = STATE) -> None:
+    def load(self, files: Any, kinds: Collection[str] = STATE) -> None:
         """Restore these `kinds` (`weights`, `optimizer` with its schedule, `rng`) of the role on any number of
         ranks."""
         try:
@@ -288,18 +290,10 @@ class TrainedWorker(ModelWorker):
     def sharding(self) -> str:
         return json.dumps({**json.loads(super().sharding()), "optimizers": self.optimizers.description()}, indent=2)
 
-    def optimizer_tensors(self) -> list[Tensor]:
-        """Return the states of the optimizer on this rank's device, without its counters. Not a collective."""
-        return self.optimizers.tensors(self.device)
-
-    def optimizer_growth(self) -> int:
-        """Return the bytes that states of the optimizer will yet take on this rank's device. Not a collective."""
-        return self.optimizers.growth(self.device)
-
     # ---------------------------------------------------------------------------------------------------
     # State
 
-    def load(self, files: StateFiles, kinds: Collection[str] = STATE, steps_added: int = 0) -> None:
+    def load(self, files: Any, kinds: Collection[str] = STATE, steps_added: int = 0) -> None:
         """Restore the state (see `ModelWorker.load`), and move the schedule by `steps_added` optimizer steps."""
         super().load(files, kinds)
         if "optimizer" in kinds:
@@ -340,9 +334,6 @@ class TrainedWorker(ModelWorker):
 
 class CriticWorker(TrainedWorker):
     """The critic and its optimizer."""
-
-    def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
 
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         return Outputs(values=self.module(mb.input_ids, mb.packing))

@@ -69,13 +69,8 @@ class HostBuffer:
         self._memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes its time by page
-        if gpu is not None:
-            self._pin(gpu)
-
-    def part(self, start: int, size: int) -> Tensor:
-        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=size)
-
-    def _pin(self, gpu: int) -> None:
+        if gpu is None:
+            return
         address = self.part(0, 1).data_ptr()
         with torch.cuda.device(gpu):
             result = int(torch.cuda.cudart().cudaHostRegister(address, len(self._memory), 1))  # portable
@@ -91,6 +86,9 @@ class HostBuffer:
                 return
         # `self` lives as long as its memory is used for copies, and ends before the memory.
         weakref.finalize(self, _unpin, address, gpu).atexit = False
+
+    def part(self, start: int, size: int) -> Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=size)
 
 
 def _unpin(address: int, gpu: int) -> None:
@@ -156,11 +154,14 @@ class HostCopy:
 
 
 class HostMemory:
-    """The host memory for copies of one role's tensors.
+    """The host memory for copies of one role's tensors: for saves, and while their memory on the device is freed.
 
-    A copy stays in its buffer while somebody uses it: a save that writes it, or tensors whose memory on the GPU is
-    freed. It is the `current` one until the tensors change, and then serves both. So there is one buffer, and a second
-    only if a save is still being written when the changed tensors must leave the GPU, or are saved again.
+    A copy stays in its buffer while somebody uses it: a save that writes it, or offloaded tensors. It is the `current`
+    one until the tensors change (`forget`), and then serves both. So there is one buffer, and a second only if a save
+    is still being written when the changed tensors must leave the GPU, or are saved again.
+
+    Of offloaded tensors only the memory goes: tensors, storages and everything that refers to them stay the same
+    objects, so that FSDP and the optimizer notice nothing.
     """
 
     def __init__(self, gpu: int | None):
@@ -169,6 +170,9 @@ class HostMemory:
         self._buffers: list[HostBuffer] = []
         self._last_size = math.inf
         self._lock = threading.Lock()
+        self._offloaded: dict[int, UntypedStorage] = {}
+        self._of_optimizer: set[int] = set()
+        self._contents: HostCopy | None = None  # of what is offloaded
 
     @property
     def size(self) -> int:
@@ -208,6 +212,51 @@ class HostMemory:
     def release(self, copy: HostCopy) -> None:
         with self._lock:
             copy.buffer.users -= 1
+
+    def offloaded_bytes(self, optimizer: bool = True) -> int:
+        """Return the bytes of what is offloaded; without `optimizer` of all but its states."""
+        return sum(self._contents_of(number).numel() for number in self._chosen(optimizer))
+
+    @torch.no_grad()
+    def offload(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor] = ()) -> None:
+        """Copy tensors to host memory (of DTensors, the local shards), and free their memory on the device. Those that
+        an earlier call has offloaded may be among them."""
+        states = storages_of(list(optimizer))
+        here = {number: s for number, s in (storages_of(list(weights)) | states).items() if s.nbytes()}
+        if not here:
+            return
+        copy = self.current
+        if copy is None or not copy.covers(here):
+            assert not self._offloaded, "tensors that are offloaded cannot be copied again"
+            copy = self.copy(here)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        if self._contents is None:
+            self._contents = self.hold(copy)
+        assert self._contents is copy, "tensors have changed while others of the role were offloaded"
+        for storage in here.values():
+            storage.resize_(0)
+        self._offloaded |= here
+        self._of_optimizer |= states.keys()
+
+    @torch.no_grad()
+    def onload(self, optimizer: bool = True) -> None:
+        """Give offloaded tensors, or those but the optimizer's, their contents back."""
+        for number in self._chosen(optimizer):
+            storage, host = self._offloaded[number], self._contents_of(number)
+            storage.resize_(host.numel())  # if the memory has run out, the tensor stays offloaded
+            bytes_of(storage).copy_(host, non_blocking=True)
+            del self._offloaded[number]
+        if self._contents is not None and not self._offloaded:
+            self.release(self._contents)
+            self._contents, self._of_optimizer = None, set()
+
+    def _chosen(self, optimizer: bool) -> list[int]:
+        return [number for number in self._offloaded if optimizer or number not in self._of_optimizer]
+
+    def _contents_of(self, number: int) -> Tensor:
+        assert self._contents is not None
+        return self._contents.part(number)
 
     def _find(self, size: int) -> HostBuffer:
         # Saves and offloading take turns, with two sizes. Unused buffers that are too small for both are of no use.

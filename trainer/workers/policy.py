@@ -244,9 +244,6 @@ class FrozenWorker(ModelWorker):
         self.module.set_reshard_after_forward(False, recurse=False)
         return distributions(self.module, mb.input_ids, mb.packing, mask, self.objective.divergence)
 
-    def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))
-
     @torch.no_grad()
     def sync_from_policy(self) -> None:
         """Copy the weights of the policy, adapters merged."""

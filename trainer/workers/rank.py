@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
 from trainer.errors import RESTART_HINT, UserError, WorkerError
@@ -21,15 +20,16 @@ from trainer.objectives.base import GROUP, Objective, make_objective
 from trainer.parallel.axes import axis_sizes
 from trainer.parallel.batching import Batch, RankUpdate, select
 from trainer.parallel.load_balancing import Share, divide
-from trainer.parallel.mesh import Layout, SideGroup, init_process_group, listen
+from trainer.parallel.mesh import Layout, init_process_group, listen
 from trainer.parallel.profiling import TorchProfiler
 from trainer.parallel.rng import seed_rng, use_deterministic_kernels
 from trainer.parallel.shard import reshard
 from trainer.process import time_limits
 from trainer.seeding import derive_seed
-from trainer.workers.async_saver import AsyncSaver, StateFiles
+from trainer.workers.async_saver import AsyncSaver
 from trainer.workers.base import SHARDING_FILE, CriticWorker, ModelWorker, TrainedWorker
-from trainer.workers.offload import DeviceMemory, OffloadBuffer, engine_problem, rank_problem
+from trainer.workers.gpu_memory import engine_problem, rank_problem
+from trainer.workers.host_memory import HostMemory
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
 _TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}
@@ -53,7 +53,7 @@ class Rank:
         self.objective: Objective
         self.layout: Layout | None = None
         self.saver: AsyncSaver | None = None
-        self._offload_buffers: dict[str, OffloadBuffer] = {}
+        self._host_memory: dict[str, HostMemory] = {}
         self._has_updated = False  # NCCL, kernels and their workspaces have taken their memory
         self._engine_has_fit = False  # beside this rank at its full size
         self._profiler = TorchProfiler(device)
@@ -70,7 +70,7 @@ class Rank:
         init_process_group(self.rank, self.world_size, address, self.device, time_limits.COLLECTIVE_S)
         t = self.cfg.trainer
         self.layout = Layout(self.device, axis_sizes(t, self.world_size))
-        self.saver = AsyncSaver(SideGroup(), self.device)
+        self.saver = AsyncSaver(self.device)
         clear_abandoned()  # leftovers of killed runs in this machine's shared memory
         seed_rng(derive_seed(t.seed, "rank", self.layout.dp_rank))
 
@@ -104,18 +104,13 @@ class Rank:
                 verdict = check_model(model, module, of_role, self.layout, spec, t.pack, longest)
                 compared.add(of_role)
                 found[f"{spec.path_key}={of_role}"] = verdict.problem, verdict.not_compared
-            self.roles[spec.name] = worker = self._worker(spec, module)
+            given = spec, module, self.layout, self.objective, partial(self._before_change, spec.name)
+            policy = self.roles["policy"].module if "policy" in self.roles else None
+            worker = _TRAINED[spec.head](*given) if spec.trained else FrozenWorker(*given, policy=policy)
+            self.roles[spec.name] = worker
             if spec.read_by:
                 self.roles[spec.read_by].read(worker)
         return found
-
-    def _worker(self, spec: RoleSpec, module: nn.Module) -> ModelWorker:
-        assert self.layout is not None
-        changing = partial(self._before_change, spec.name)
-        if spec.trained:
-            return _TRAINED[spec.head](spec, module, self.layout, self.objective, changing)
-        policy = self.roles["policy"].module if "policy" in self.roles else None
-        return FrozenWorker(spec, module, self.layout, self.objective, changing, policy=policy)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         self._empty -= {role} if method == "load" else set()
@@ -154,7 +149,7 @@ class Rank:
     def stop_profile(self) -> None:
         self._profiler.stop()
 
-    def begin_save(self, roles: list[str], files: StateFiles) -> None:
+    def begin_save(self, roles: list[str], files: Any) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
         assert self.saver is not None, "connect first"
         self._onload([role for role in roles if not self._is_away(role)], optimizer=True)
@@ -195,17 +190,20 @@ class Rank:
         self._offload(self.roles)
         torch.cuda.empty_cache()
         if needed and self.rank in colocated:
-            self._check_engine(needed, DeviceMemory(*torch.cuda.mem_get_info()))
+            self._check_engine(needed, *torch.cuda.mem_get_info())
 
     def offloaded_bytes(self, roles: Collection[str], optimizer: bool = True) -> int:
         """Return the bytes of these roles, or without their optimizers', in host memory. Not a collective."""
-        buffers = (self._offload_buffers[role] for role in roles if role in self._offload_buffers)
-        return sum(buffer.offloaded_bytes(optimizer) for buffer in buffers)
+        return sum(self._host_memory[role].offloaded_bytes(optimizer) for role in roles if role in self._host_memory)
 
-    def _check_engine(self, needed: int, device: DeviceMemory) -> None:
+    def _check_engine(self, needed: int, free: int, total: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
-        growth = sum(worker.optimizer_growth() for worker in trained) if self.cfg.trainer.offload == "none" else 0
-        problem = engine_problem(needed, growth, device, self.cfg)
+        growth = (
+            sum(worker.optimizers.growth(self.device) for worker in trained)
+            if self.cfg.trainer.offload == "none"
+            else 0
+        )
+        problem = engine_problem(needed, growth, free, total, self.cfg)
         if problem is None:
             self._engine_has_fit |= growth == 0 and self._has_updated
         elif self._engine_has_fit:  # then another program has taken the room
@@ -226,11 +224,15 @@ class Rank:
             worker = self.roles[role]
             if self._holder(role) != role:
                 continue
+            if role not in self._host_memory:
+                # A save holds all that is trained. Frozen weights beside it need memory of their own.
+                memory = self.saver.more_memory() if worker.has_frozen_weights else self.saver.memory(role)
+                self._host_memory[role] = memory
             weights = worker.weight_tensors() if self.cfg.trainer.offload == "all" else []
-            states = worker.optimizer_tensors() if isinstance(worker, TrainedWorker) else []
+            states = worker.optimizers.tensors(self.device) if isinstance(worker, TrainedWorker) else []
             while True:
                 try:
-                    self._offload_buffer(role).offload(weights, states)
+                    self._host_memory[role].offload(weights, states)
                     break
                 except OSError as error:
                     if self.saver.wait_until_written():  # the memory of its copies is free now
@@ -240,27 +242,18 @@ class Rank:
                         "offload less"
                     ) from error
 
-    def _offload_buffer(self, role: str) -> OffloadBuffer:
-        if role not in self._offload_buffers:
-            assert self.saver is not None
-            # A save holds all that is trained. Frozen weights beside it need memory of their own.
-            is_saved = not self.roles[role].has_frozen_weights
-            memory = self.saver.memory(role) if is_saved else self.saver.more_memory()
-            self._offload_buffers[role] = OffloadBuffer(memory)
-        return self._offload_buffers[role]
-
     def _is_away(self, role: str) -> bool:
         """Whether host memory has a copy of all that a save of `role` writes, but counters and generators."""
-        worker, buffer = self.roles[role], self._offload_buffers.get(role)
-        is_whole = not isinstance(worker, TrainedWorker) or worker.optimizer_growth() == 0
+        worker, memory = self.roles[role], self._host_memory.get(role)
+        is_whole = not isinstance(worker, TrainedWorker) or worker.optimizers.growth(self.device) == 0
         all_of_it = self.cfg.trainer.offload == "all" and not worker.has_frozen_weights and is_whole
-        return all_of_it and buffer is not None and buffer.offloaded_bytes() > 0
+        return all_of_it and memory is not None and memory.offloaded_bytes() > 0
 
     def _before_change(self, role: str) -> None:
         assert self.saver is not None
         self.saver.before_change(role)
-        if role in self._offload_buffers:
-            self._offload_buffers[role].memory.forget()
+        if role in self._host_memory:
+            self._host_memory[role].forget()
 
     def _onload(self, roles: Collection[str], optimizer: bool) -> None:
         needed = self.offloaded_bytes(roles, optimizer)
@@ -272,8 +265,8 @@ class Rank:
             if problem is not None:
                 raise WorkerError(problem, RESTART_HINT, "gpu_memory_in_use")
         for role in roles:
-            if role in self._offload_buffers:
-                self._offload_buffers[role].onload(optimizer)
+            if role in self._host_memory:
+                self._host_memory[role].onload(optimizer)
 
     def device_name(self) -> str:
         return torch.cuda.get_device_name() if self.device == "cuda" else self.device

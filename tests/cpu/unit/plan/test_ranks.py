@@ -132,7 +132,9 @@ def updated(rank: Rank, path: str) -> tuple[int, int]:
     rank.update("policy", batch(), 1)  # the states of the optimizer are there now
     worker = rank.roles["policy"]
     states = sum(local_tensor(parameter).nbytes for parameter in worker.module.parameters())
-    states += sum(tensor.nbytes for tensor in map(local_tensor, worker.optimizer_tensors()) if tensor.dim())
+    states += sum(
+        tensor.nbytes for tensor in map(local_tensor, worker.optimizers.tensors(worker.device)) if tensor.dim()
+    )
     return states, allocator_peak(lambda: rank.update("policy", batch(), 2))
 
 

@@ -11,11 +11,11 @@ from tests.support.training import config, make_batch, update
 from trainer.config import Config, FSDPConfig
 from trainer.errors import UserError, WorkerError
 from trainer.models.tiny import TinyShape, build_tiny
-from trainer.workers.offload import DeviceMemory, engine_problem, rank_problem
+from trainer.workers.gpu_memory import engine_problem, rank_problem
 from trainer.workers.rank import Rank
 
 GB = 10**9
-FREE = DeviceMemory(free=50 * GB, total=80 * GB)
+FREE, TOTAL = 50 * GB, 80 * GB
 TOO_LITTLE = (
     "rollout.colocate=true: an engine needs 46.0 GB of a GPU to wake up, but of 80.0 GB only 50.0 GB are free beside "
     "the rank, of which the optimizer will take 8.0 GB; "
@@ -43,7 +43,7 @@ def settings(offload: str, share: float = 0.85) -> Config:
     ],
 )
 def test_an_engine_needs_room_beside_a_rank_that_has_its_optimizer(cfg, growth, problem):
-    assert engine_problem(46 * GB, growth, FREE, cfg) == problem
+    assert engine_problem(46 * GB, growth, FREE, TOTAL, cfg) == problem
 
 
 def test_a_rank_needs_room_for_what_was_offloaded():
@@ -58,12 +58,12 @@ def growth_and_size(rank: Rank, path: str) -> list[int]:
     """The expected bytes of the optimizer's states, the real ones after a step, and the expected ones then."""
     rank.build(roles(rank.cfg, ["policy"]), path)
     policy = rank.roles["policy"]
-    expected = policy.optimizer_growth()
+    expected = policy.optimizers.growth("cpu")
     update(rank, "policy", make_batch(), 1)
-    real = sum(tensor.to_local().nbytes for tensor in policy.optimizer_tensors())
+    real = sum(tensor.to_local().nbytes for tensor in policy.optimizers.tensors("cpu"))
     offloaded = rank.offloaded_bytes(["policy"])
     rank.release_memory()
-    return [expected, real, policy.optimizer_growth(), offloaded, rank.offloaded_bytes(["policy"])]
+    return [expected, real, policy.optimizers.growth("cpu"), offloaded, rank.offloaded_bytes(["policy"])]
 
 
 def test_the_growth_of_the_optimizer_is_known_before_its_first_step(tmp_path):
@@ -83,9 +83,9 @@ def refusals(rank: Rank, path: str) -> list[type[Exception]]:
     errors = []
     for fits in (True, False, True):
         if fits:
-            rank._check_engine(GB, DeviceMemory(free=2 * GB, total=80 * GB))
+            rank._check_engine(GB, 2 * GB, TOTAL)
         with pytest.raises((UserError, WorkerError)) as error:
-            rank._check_engine(2 * GB, DeviceMemory(free=GB, total=80 * GB))
+            rank._check_engine(2 * GB, GB, TOTAL)
         errors.append(error.type)
         update(rank, "policy", make_batch(), 1)
     return errors

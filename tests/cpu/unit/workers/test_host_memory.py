@@ -11,7 +11,6 @@ from tests.support.training import config, make_batch, update
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.workers import host_memory
 from trainer.workers.host_memory import HostBuffer, HostMemory, buffer_bytes, storages_of
-from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
 
 
@@ -55,7 +54,7 @@ def test_a_copy_that_is_written_stays_as_it_is():
     number = next(iter(storages_of(tensor)))
     memory.forget()
     tensor.fill_(2.0)
-    OffloadBuffer(memory).offload([tensor])
+    memory.offload([tensor])
     assert written.part(number).view(torch.float32).tolist() == [1.0] * 100
     assert memory.size == 2 * 448
 
@@ -63,13 +62,13 @@ def test_a_copy_that_is_written_stays_as_it_is():
 def test_memory_is_taken_once_if_each_save_is_still_written_when_the_tensors_leave():
     """A save has a little more than what is offloaded. To pin memory takes many times as long as a copy."""
     memory, tensor, generator = HostMemory(None), torch.ones(100), torch.ones(1)
-    buffer, buffers = OffloadBuffer(memory), []
+    buffers = []
     for _ in range(3):
         written = memory.hold(memory.copy(storages_of([tensor, generator])))
         memory.forget()  # the tensors change
-        buffer.offload([tensor])
+        memory.offload([tensor])
         buffers.append({copy.buffer for copy in (written, memory.current)})
-        buffer.onload()
+        memory.onload()
         memory.release(written)
     assert len(set.union(*buffers)) == 2
 

@@ -27,12 +27,11 @@ from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError
 from trainer.workers import host_memory
 from trainer.workers.host_memory import HostMemory, local_tensor
-from trainer.workers.offload import OffloadBuffer
 from trainer.workers.rank import Rank
 
 
 def test_offloaded_tensors_lose_their_memory_and_get_their_values_back():
-    tensor, buffer = torch.arange(6.0), OffloadBuffer(HostMemory(None))
+    tensor, buffer = torch.arange(6.0), HostMemory(None)
     view = tensor[2:]
     for _ in range(2):
         buffer.offload([tensor, view])
@@ -41,12 +40,12 @@ def test_offloaded_tensors_lose_their_memory_and_get_their_values_back():
         buffer.onload()
         buffer.onload()
         assert torch.equal(tensor, torch.arange(6.0)) and view.data_ptr() == tensor[2:].data_ptr()
-        buffer.memory.forget()
+        buffer.forget()
         tensor.add_(0)
 
 
 def test_weights_come_back_before_the_states_of_the_optimizer():
-    weight, state, buffer = torch.ones(3), torch.full((5,), 2.0), OffloadBuffer(HostMemory(None))
+    weight, state, buffer = torch.ones(3), torch.full((5,), 2.0), HostMemory(None)
     buffer.offload([weight], [state])
     for _ in range(2):  # what is still offloaded, and has not changed, is not copied again
         assert buffer.offloaded_bytes(optimizer=False) == 12 and buffer.offloaded_bytes() == 32
@@ -55,18 +54,18 @@ def test_weights_come_back_before_the_states_of_the_optimizer():
         buffer.offload([weight], [state])
     buffer.onload()
     assert state.tolist() == [2.0] * 5
-    buffer.memory.forget()
+    buffer.forget()
     weight.fill_(4.0)
     buffer.offload([weight], [state])
     buffer.onload()
     assert weight.tolist() == [4.0] * 3
-    assert buffer.memory.size == 128  # one buffer, with two numbers of bytes rounded up to 64
+    assert buffer.size == 128  # one buffer, with two numbers of bytes rounded up to 64
 
 
 def onload_without_memory(_: Rank) -> None:
     tensors, buffer = (
         [torch.full((2**27,), value, dtype=torch.uint8) for value in (1, 2)],
-        OffloadBuffer(HostMemory(None)),
+        HostMemory(None),
     )
     buffer.offload(tensors)
     with open("/proc/self/statm") as file:
@@ -107,7 +106,7 @@ def bytes_of_roles(rank: Rank) -> dict[str, tuple[int, int]]:
     def taken(tensors: list) -> int:
         return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
 
-    optimizers = {name: rank.roles[name].optimizer_tensors() for name in ("policy", "critic")}
+    optimizers = {name: rank.roles[name].optimizers.tensors("cpu") for name in ("policy", "critic")}
     return {
         name: (taken(worker.weight_tensors()), taken(optimizers.get(name, []))) for name, worker in rank.roles.items()
     }
@@ -246,7 +245,7 @@ def read_back(rank: Rank, path: str, directory: str, names: Sequence[str]) -> di
         for role in ("policy", "critic") if name.isdigit() else ("policy",):
             rank.call(role, "load", ShardedFiles(f"{directory}/{name}"))
             worker = rank.roles[role]
-            tensors = [local_tensor(tensor) for tensor in worker.weight_tensors() + worker.optimizer_tensors()]
+            tensors = [local_tensor(tensor) for tensor in worker.weight_tensors() + worker.optimizers.tensors("cpu")]
             sums = (float(tensor.detach().double().abs().sum()) for tensor in tensors)
             read[name].append([worker.optimizers.steps, *sums])
     return read
