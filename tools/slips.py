@@ -185,7 +185,7 @@ SLIPS = {
     ),
     "attention_cost": Slip(
         "parallel/load_balancing.py",
-        "return tokens + quadratic * tokens**2",
+        "return tokens + self.quadratic * tokens**2",
         "return tokens",
         "unit/parallel/test_load_balancing.py",
     ),

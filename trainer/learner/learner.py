@@ -92,9 +92,10 @@ class Learner:
             yield
             return
         directory = step_directory(os.path.abspath(t.run_dir), step)
-        self.ranks.start_profile(directory)
+        ranks = self.ranks.policy
+        ranks.call("start_profile", directory, ranks.name.replace(" ", "_"))
         yield
-        self.ranks.stop_profile()
+        ranks.call("stop_profile")
         LOG.info("step %d is profiled: %s", step, directory)
 
     def make_experience(self, episodes: Sequence[Episode], step: int) -> Experience:
@@ -125,7 +126,12 @@ class Learner:
         found: Batch = {}
         known: dict[str, np.ndarray] = {}
         with self.timer("logprob"):
-            stored = StoredBatch(self.cluster, inputs, *self._divided(batch, step))
+            divided: tuple[Sequence[np.ndarray] | None, bool] = None, False
+            if self.objective.computes_as_updated:  # in the mini-batches of the first epoch
+                mini_batches = self.objective.mini_batches(batch, step)
+                first = mini_batches[: len(mini_batches) // self.cfg.trainer.update_epochs]
+                divided = first, self.objective.unit == GROUP
+            stored = StoredBatch(self.cluster, inputs, *divided)
             for one, rows in chosen:
                 if one.role in self.teachers:
                     arrays = self.teachers.compute(one, batch, rows, step)
@@ -137,14 +143,6 @@ class Learner:
                     array[rows, : values.shape[1]] = values
                     known.setdefault(name, np.zeros(size, bool))[rows] = True
         return batch | found | {f"has_{name}": has for name, has in known.items() if not has.all()}
-
-    def _divided(self, batch: Batch, step: int) -> tuple[Sequence[np.ndarray] | None, bool]:
-        """Return how `StoredBatch` divides a batch before the update: its mini-batches, and whether it keeps groups."""
-        if not self.objective.computes_as_updated:
-            return None, False
-        mini_batches = self.objective.mini_batches(batch, step)  # of each epoch
-        first = mini_batches[: len(mini_batches) // self.cfg.trainer.update_epochs]
-        return first, self.objective.unit == GROUP
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
         """Train the roles, the policy last, on a step's experience; returns the step's metrics. NonFiniteError: a loss
@@ -166,10 +164,10 @@ class Learner:
                 for role in roles:
                     totals[role].append(objective.totals(role, mini_batch))
             for role in roles:
-                update = self.ranks.update(role, stored, step, totals[role], objective.numbers())
-                metrics |= zip(objective.metric_names(role, list(update.metrics)), update.metrics.values(), strict=True)
+                found, *of_tokens, computed = self.ranks.update(role, stored, step, totals[role], objective.numbers())
+                metrics |= zip(objective.metric_names(role, list(found)), found.values(), strict=True)
                 if role == "policy":
-                    logprobs, entropy, self._shared = update.logprobs, update.entropy, 1 - update.tokens / tokens
+                    (logprobs, entropy), self._shared = of_tokens, 1 - computed / tokens
         metrics |= objective.end_step(batch, metrics, logprobs)
         keeps = self.cfg.logger.keeps_rollouts(step)
         self.token_scores = self._token_scores(experience, logprobs, entropy) if keeps else None

@@ -32,17 +32,6 @@ def _build_rank(cfg: Config, rank: int, world_size: int, device: str) -> Any:
     return Rank(cfg, rank, world_size, device)
 
 
-@dataclasses.dataclass(frozen=True)
-class RoleUpdate:
-    metrics: dict[str, float]
-    logprobs: np.ndarray | None
-    """The old log-probs `(B, T)` that the ranks computed, 0 in rows that had some. None: they computed none."""
-    tokens: int  # number of tokens that the ranks computed
-    entropy: np.ndarray | None = None
-    """If the rollouts of the step are kept: of the tokens `(B, T)`, 0 in rows that were not trained on. None: not
-    computed."""
-
-
 class StoredBatch:
     """A batch whose shares are stored for the ranks. Roles whose micro-batches have the same limits have one copy.
 
@@ -159,15 +148,21 @@ class TrainWorkers:
 
     def update(
         self, role: str, batch: StoredBatch, step: int, totals: Sequence[Any], numbers: Mapping[str, float]
-    ) -> RoleUpdate:
-        """Make all optimizer steps of a role on a batch (see `TrainedWorker.update`)."""
+    ) -> tuple[dict[str, float], np.ndarray | None, np.ndarray | None, int]:
+        """Make all optimizer steps of a role on a batch (see `TrainedWorker.update`).
+
+        Returns:
+            the metrics; the old log-probs `(B, T)` that the ranks computed, 0 in rows that had some (None: they
+            computed none); if the rollouts of the step are kept, the entropy of the tokens `(B, T)`, 0 in rows that
+            were not trained on (None: not computed); and the number of tokens that the ranks computed.
+        """
         updates = self._call_shares(role, "update", batch, step, totals, numbers)
         shape = batch.shape
         parts = [(update.rows, update.logprobs) for update in updates]
         logprobs = _assemble(parts, shape) if any(len(rows) for rows, _ in parts) else None
         entropies = [update.entropy for update in updates if update.entropy is not None and len(update.entropy[0])]
         entropy = _assemble(entropies, shape) if entropies else None
-        return RoleUpdate(updates[0].metrics, logprobs, sum(update.tokens for update in updates), entropy)
+        return updates[0].metrics, logprobs, entropy, sum(update.tokens for update in updates)
 
     def _call_shares(self, role: str, method: str, batch: StoredBatch, *args: Any) -> list[Any]:
         """Call `method` of a role on all its ranks, each with its share of a batch; return their answers."""
@@ -193,9 +188,6 @@ class TrainWorkers:
         directory = self.call_one("policy", "open_shared", dtype, self.cluster.object_store_bytes)
         parts = self.policy.call("call", "policy", "write_shared", directory, dtype)
         return directory, sum(parts)
-
-    def drop_shared(self) -> None:
-        self.call_one("policy", "close_shared")
 
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         """Begin to write the roles that have a state of their own through `files` (`ShardedFiles`). What this returns,
@@ -225,13 +217,6 @@ class TrainWorkers:
     def pop_stall_seconds(self) -> float:
         """Seconds that the slowest rank has waited for a save since this was last asked."""
         return max(self.policy.call("pop_stall_seconds"))
-
-    def start_profile(self, directory: str) -> None:
-        """Profile all ranks until `stop_profile`, which writes the files to `directory`."""
-        self.policy.call("start_profile", directory, self.policy.name.replace(" ", "_"))
-
-    def stop_profile(self) -> None:
-        self.policy.call("stop_profile")
 
     def peak_flops(self) -> float | None:
         """FLOP/s of the policy's ranks together, by the data sheet of their GPU. None: there is none."""

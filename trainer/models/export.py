@@ -18,16 +18,9 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import sync_path, sync_tree
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
+from trainer.models import files as model_files
 from trainer.models.checks import classifier_fields
-from trainer.models.files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    MODEL_FILES,
-    content_files,
-    load_config,
-    read_file,
-    untie_own_head,
-)
+from trainer.models.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.models.tokenizer import tokenizer_changes
 from trainer.process.failpoints import failpoint
 
@@ -53,7 +46,7 @@ def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, byt
             raise config_error(
                 cfg, "trainer.hf_save_lora", "the policy has a score head, which an adapter's files lack; choose merged"
             )
-        config = load_config(cfg.model, model_path)
+        config = model_files.load_config(cfg.model, model_path)
         changes |= classifier_fields(config, tokenizer, f"model.path={model_path}", cfg.model.trust_remote_code)
     return model_assets(model_path, tokenizer, changes)
 
@@ -67,14 +60,14 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
     Raises:
         UserError: a file cannot be read.
     """
-    patterns = (*MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
+    patterns = (*model_files.MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
 
     def read(names: list[str]) -> dict[str, bytes]:
-        return {name: read_file(os.path.join(model_path, name)) for name in names}
+        return {name: model_files.read_file(os.path.join(model_path, name)) for name in names}
 
-    files = read(content_files(model_path, False, patterns))
+    files = read(model_files.content_files(model_path, False, patterns))
     if any(name.endswith(CONFIG) and b'"auto_map"' in data for name, data in files.items()):
-        files |= read([name for name in content_files(model_path, True, ()) if name not in files])
+        files |= read([name for name in model_files.content_files(model_path, True, ()) if name not in files])
     files.pop(ADAPTER_CONFIG, None)  # the weights are merged
     of_tokenizer = tokenizer_changes(tokenizer)
     try:
@@ -103,7 +96,7 @@ def config_changes(model: ModelConfig, path: str) -> dict[str, Any]:
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     is_tied = config.tie_word_embeddings
-    untie_own_head(config, path)
+    model_files.untie_own_head(config, path)
     return {} if config.tie_word_embeddings == is_tied else {"tie_word_embeddings": config.tie_word_embeddings}
 
 

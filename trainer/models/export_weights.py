@@ -254,7 +254,8 @@ def _own_blocks(
 def _complete(unit: FileUnit, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a unit in the files, by name. A collective."""
     # The cast is before the gather, to halve the traffic (bfloat16).
-    whole = {name: full_tensor(weight.to(unit.stored_dtype(weight, dtype))) for name, weight in weights.items()}
+    cast = ((name, weight.to(unit.stored_dtype(weight, dtype))) for name, weight in weights.items())
+    whole = {name: full_tensor(weight) for name, weight in cast}
     if unit.is_by_rows:
         (rows,) = whole.values()
         yield from unit.rows_to_files(rows, 0, rows.shape)

@@ -8,7 +8,6 @@ rank 0, and the weights are scattered.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import (
     AutoConfig,
@@ -122,7 +120,14 @@ def empty_module(
     a causal LM, or the same backbone with a value head; and the name of the backbone."""
     lm = _build(model, without_noise(config), spec.path_key)
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
-    _keep_constants(lm)
+    # What the class freezes, such as biases that select experts, becomes a persistent buffer: no role trains it, and it
+    # is small. A buffer is float32 in the forward pass, too: FSDP casts only parameters.
+    for name, parameter in list(lm.named_parameters()):
+        if not parameter.requires_grad:
+            parent, _, leaf = name.rpartition(".")
+            owner = lm.get_submodule(parent)
+            delattr(owner, leaf)
+            owner.register_buffer(leaf, torch.zeros(parameter.shape, dtype=parameter.dtype))
     _leave_training_mode(lm)
     set_attention(lm, model.attn_implementation, pack)
     if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
@@ -143,17 +148,6 @@ def empty_module(
     if spec.has_adapters:
         add_adapters(module, spec.lora, spec.setting("lora"), heads=() if spec.head == LM else (VALUE_HEAD,))
     return module, lm.base_model_prefix
-
-
-def _keep_constants(lm: nn.Module) -> None:
-    """Turn the parameters that the class freezes, such as biases that select experts, into persistent buffers. No role
-    trains them, and they are small. A buffer is float32 in the forward pass, too: FSDP casts only parameters."""
-    for name, parameter in list(lm.named_parameters()):
-        if not parameter.requires_grad:
-            parent, _, leaf = name.rpartition(".")
-            owner = lm.get_submodule(parent)
-            delattr(owner, leaf)
-            owner.register_buffer(leaf, torch.zeros(parameter.shape, dtype=parameter.dtype))
 
 
 def _build(model: ModelConfig, config: PretrainedConfig, key: str) -> PreTrainedModel:
@@ -264,7 +258,8 @@ def _fill(module: nn.Module, model: ModelConfig, path: str, spec: RoleSpec, seed
                     f"{list(expected)}; the two belong to different models"
                 )
         reader = HuggingFaceStorageReader(path)
-        reader.fs = _Files({file for file, _ in found.values()})
+        files = sorted({file for file, _ in found.values()})
+        reader.fs.ls = lambda _: files  # type: ignore[method-assign]
         dcp.load(state, storage_reader=reader)
     else:
         _scatter_from_rank0(module, model, path, spec.path_key, names)
@@ -285,14 +280,6 @@ def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:
         if file_name is not None:
             names[file_name] = name
     return names
-
-
-class _Files(FileSystem):
-    def __init__(self, files: Collection[str]):
-        self._files = sorted(files)
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return self._files
 
 
 def _scatter_from_rank0(module: nn.Module, model: ModelConfig, path: str, key: str, names: dict[str, str]) -> None:

@@ -106,12 +106,9 @@ class Objective:
         for spec in self.cfg.servers:
             roles += [(spec.computes, spec.name, "logprobs", spec.source)]
             roles += [(TEACHER_TOP, spec.name, "top_k", spec.source)] if spec.top_k else []
-        return [Computation(*named, self._rows_of(source, batch)) for *named, source in roles if named[0]]
-
-    def _rows_of(self, source: str, batch: Batch) -> np.ndarray | None:
-        if not source:
-            return None
-        return np.flatnonzero(batch[SOURCES] == sorted(self.cfg.data.mix).index(source))
+        numbers = {name: i for i, name in enumerate(sorted(self.cfg.data.mix))}
+        rows = {name: np.flatnonzero(batch[SOURCES] == numbers[name]) for array, *_, name in roles if array and name}
+        return [Computation(*named, rows.get(source)) for *named, source in roles if named[0]]
 
     def experience(self, episodes: Sequence[Episode], batch: Batch) -> Experience:
         """Return what the ranks train on, from a row for each sample (see `build_batch`) with the arrays of

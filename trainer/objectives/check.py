@@ -13,25 +13,8 @@ from trainer.algorithms.correction import LEVELS, correction_weights
 from trainer.algorithms.kl import AdaptiveKL
 from trainer.algorithms.losses import POLICY_LOSSES
 from trainer.algorithms.registry import has_ratio, needs_different_completions, resolve
-from trainer.config.algorithm import (
-    AUTO,
-    CORRECTION_OPTIONS,
-    CRITIC_OPTIONS,
-    ESTIMATOR,
-    INPUTS,
-    KL_OPTIONS,
-    LOSS,
-    OFF,
-    OPTION_KEYS,
-    RUN_OPTIONS,
-    TEACHER_KEY,
-    TEACHER_LOGPROBS,
-    AlgorithmConfig,
-    aggregation_of,
-    chosen_options,
-    correction_of,
-    named_options,
-)
+from trainer.config import algorithm as keys
+from trainer.config.algorithm import ESTIMATOR, LOSS, TEACHER_LOGPROBS, AlgorithmConfig
 from trainer.config.fields import Constraint
 from trainer.config.rules import check_group_size
 from trainer.config.schema import Config
@@ -45,7 +28,7 @@ from trainer.import_utils import (
     user_code,
 )
 
-_NOT_FOR_USERS = {"eps", "totals"}.union(*INPUTS.values())  # the caller passes them, or they are fixed
+_NOT_FOR_USERS = {"eps", "totals"}.union(*keys.INPUTS.values())  # the caller passes them, or they are fixed
 _OF_THE_TRAINER = {"loss", "grad_norm", "lr"}  # metrics of an update that no loss may name
 
 
@@ -64,7 +47,7 @@ def check_functions(config: Config) -> None:
         readers = [key for key in (ESTIMATOR, LOSS) if TEACHER_LOGPROBS in algorithm.inputs_of(key)]
         named = " and ".join(f"algorithm.{key}={getattr(algorithm, key)}" for key in readers)
         verb = "reads" if len(readers) == 1 else "read"
-        raise UserError(f"{TEACHER_KEY}=null: {named} {verb} {TEACHER_LOGPROBS}; name a teacher")
+        raise UserError(f"{keys.TEACHER_KEY}=null: {named} {verb} {TEACHER_LOGPROBS}; name a teacher")
     estimator = _resolve(ADVANTAGES, algorithm, ESTIMATOR, scores)
     loss = _resolve(POLICY_LOSSES, algorithm, LOSS, scores)
     functions = {ESTIMATOR: estimator, LOSS: loss}
@@ -87,7 +70,7 @@ def _check_replay(config: Config, loss: Callable[..., Any]) -> None:
             f"data.mix.{names[0]}.replay=true: there is no greedy completion of recorded rollouts, which algorithm."
             f"{ESTIMATOR}={a.advantage_estimator} subtracts; choose another one"
         )
-    is_corrected = correction_of(config, is_stale=True) or (a.old_logprobs == "rollout" and has_ratio(loss))
+    is_corrected = keys.correction_of(config, is_stale=True) or (a.old_logprobs == "rollout" and has_ratio(loss))
     if names and not is_corrected:
         raise UserError(
             f"data.mix.{names[0]}.replay=true: another policy has sampled the rollouts, and nothing corrects for it; "
@@ -117,7 +100,7 @@ def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., A
     """Refuse a key of the schema that is an option, if the function that another key chooses does not take it."""
     for key, function in functions.items():
         taken = user_options(function)
-        for name, value in named_options(algorithm, key).items():
+        for name, value in keys.named_options(algorithm, key).items():
             if name in taken or name == "aggregation":  # every loss gets it, if only by **options
                 continue
             instead = f"it takes {', '.join(taken)}" if taken else "it takes no option"
@@ -129,17 +112,17 @@ def _check_keys(algorithm: AlgorithmConfig, functions: dict[str, Callable[..., A
 def _check_further_options(config: Config, functions: dict[str, Callable[..., Any]]) -> None:
     """Refuse `algorithm.options` that neither the task nor a chosen function has, and values that none can use."""
     algorithm = config.algorithm
-    built_in = [*KL_OPTIONS] if algorithm.adapts_kl else []
-    built_in += CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
-    built_in += CORRECTION_OPTIONS if algorithm.rollout_correction != OFF else ()
+    built_in = [*keys.KL_OPTIONS] if algorithm.adapts_kl else []
+    built_in += keys.CRITIC_OPTIONS if any(role.name == "critic" for role in config.roles) else ()
+    built_in += keys.CORRECTION_OPTIONS if algorithm.rollout_correction != keys.OFF else ()
     needs = {"overlong_factor": algorithm.overlong_buffer, "max_gen_batches": algorithm.dynamic_sampling}
     needs["baseline_decay"] = "player_baselines" in algorithm.reads
-    built_in += [name for name in RUN_OPTIONS if needs.get(name, True)]
+    built_in += [name for name in keys.RUN_OPTIONS if needs.get(name, True)]
     custom: list[str] = []
     for key, function in functions.items():
         of_function = custom if is_import_path(getattr(algorithm, key)) else built_in
         of_function += [
-            name for name in user_options(function) if of_function is custom or name not in OPTION_KEYS[key]
+            name for name in user_options(function) if of_function is custom or name not in keys.OPTION_KEYS[key]
         ]
     takes_any = any(takes_any_option(function) for function in functions.values())
     for name, value in algorithm.options.items():
@@ -179,7 +162,7 @@ def _check_option(name: str, value: Any) -> None:
     constraint = _BOUNDS.get(name, Constraint())
     problem = constraint.problem(value)
     if problem is None and not constraint.choices:
-        kind = {"pass_k": int, "normalize_std": bool}.get(name) or type(RUN_OPTIONS.get(name, 1.0))
+        kind = {"pass_k": int, "normalize_std": bool}.get(name) or type(keys.RUN_OPTIONS.get(name, 1.0))
         described = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         problem = None if type(value) in (kind, int if kind is float else kind) else f"must be {described}"
     if problem is not None:
@@ -215,7 +198,7 @@ def user_options(function: Callable[..., Any]) -> list[str]:
 def check_stale(loss: Callable[..., Any], config: Config, owner: str) -> None:
     """Refuse older weights of `owner` that nothing corrects, unless the user switched the correction off."""
     a = config.algorithm
-    if correction_of(config, is_stale=True) is None and not has_ratio(loss) and a.rollout_correction == AUTO:
+    if keys.correction_of(config, is_stale=True) is None and not has_ratio(loss) and a.rollout_correction == keys.AUTO:
         raise UserError(
             f"algorithm.policy_loss={a.policy_loss}: has no ratio that corrects for the older weights of {owner}; "
             "choose algorithm.old_logprobs=recompute, or algorithm.rollout_correction=off to train without a correction"
@@ -227,8 +210,8 @@ def _try(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str, sco
     rewards, mask, groups = torch.zeros(4, 3), torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
     rewards[[0, 2, 3], -1] = 1.0  # one group whose rewards differ, and one whose rewards are equal
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)
-    arrays = dict.fromkeys((*INPUTS[key], *scores), logprobs.detach())
-    options = chosen_options(function, algorithm, key)
+    arrays = dict.fromkeys((*keys.INPUTS[key], *scores), logprobs.detach())
+    options = keys.chosen_options(function, algorithm, key)
     if key == ESTIMATOR:
         arguments = rewards, mask, groups
         arrays |= dict.fromkeys(("baselines", "player_baselines"), torch.zeros(4))
@@ -237,7 +220,7 @@ def _try(function: Callable[..., Any], algorithm: AlgorithmConfig, key: str, sco
         if first.startswith("old"):  # in this order in other frameworks
             raise TypeError(f"its first parameter is {first}; the order is logprobs, old_logprobs, advantages, mask")
         arguments, arrays["group_ids"] = (logprobs, logprobs.detach(), mask - 0.5, mask), groups
-        options |= {"aggregation": aggregation_of(function, algorithm), "totals": Totals.of(mask)}
+        options |= {"aggregation": keys.aggregation_of(function, algorithm), "totals": Totals.of(mask)}
     options |= {name: arrays[name] for name in parameter_names(function) if name in arrays}
     result = function(*arguments, **options)
     shapes = [getattr(one, "shape", None) for one in result] if isinstance(result, tuple) else []

@@ -21,7 +21,7 @@ from trainer.algorithms.registry import needs_different_completions
 from trainer.config import ESTIMATOR, AlgorithmConfig, chosen_options
 from trainer.config.algorithm import CORRECTION_OPTIONS, GIVEN, unprefixed
 from trainer.import_utils import parameter_names
-from trainer.parallel.batching import Batch, select
+from trainer.parallel.batching import Batch, MicroBatch, select
 from trainer.parallel.load_balancing import has_old_logprobs
 from trainer.sandbox.limits import LARGEST_REWARD
 
@@ -137,30 +137,22 @@ def correct_advantages(batch: Batch, algorithm: AlgorithmConfig, kind: str | Non
     """
     if kind is None or "old_logprobs" not in batch or "rollout_logprobs" not in batch:
         return batch["advantages"]
-    weights, _ = _correction_of(batch, algorithm, kind)
+    weights, _ = token_weights(batch, algorithm, kind)
     known = has_old_logprobs(batch)[:, None]
     return np.where(known, batch["advantages"] * weights.numpy(), batch["advantages"])
 
 
 def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> dict[str, float]:
-    _, bound = _correction_of(batch, algorithm, kind)
+    _, bound = token_weights(batch, algorithm, kind)
     return {"rollout_is/clip_frac": float(bound.sum()) / max(float(batch["mask"].sum()), 1.0)}
 
 
-def _correction_of(batch: Batch, algorithm: AlgorithmConfig, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    arrays = (torch.from_numpy(batch[name]) for name in ("old_logprobs", "rollout_logprobs", "mask"))
-    return correction_of_tokens(*arrays, algorithm, kind)
-
-
-def correction_of_tokens(
-    old_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    algorithm: AlgorithmConfig,
-    kind: str,
+def token_weights(
+    batch: Batch | MicroBatch, algorithm: AlgorithmConfig, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = unprefixed(algorithm, CORRECTION_OPTIONS)
-    return correction_weights(old_logprobs, rollout_logprobs, mask, kind=kind, **options)
+    """Return the `correction_weights` of the tokens, `(B, T)`, and which of them are bounded."""
+    arrays = (torch.as_tensor(batch[name]) for name in ("old_logprobs", "rollout_logprobs", "mask"))
+    return correction_weights(*arrays, kind=kind, **unprefixed(algorithm, CORRECTION_OPTIONS))
 
 
 def mask_rows(

@@ -28,23 +28,18 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 def check_optimizers(config: Config) -> None:
     """Raise a `UserError` for an optimizer that does not exist, and for options that it does not take."""
-    for role in config.roles:
-        if role.optimizer is not None:
-            _check(role.optimizer)
-
-
-def _check(config: OptimizerConfig) -> None:
-    if config.name not in OPTIONS:
-        _check_custom(config)
-        return
-    taken = OPTIONS[config.name]
-    for name, value in config.options.items():
-        if name not in taken:
-            has = f"the options are {', '.join(taken)}" if taken else "there is no option"
-            raise UserError(f"{KEY}.options.{name}={value}: {config.name} has no such option; {has}")
-        is_valid, problem = taken[name]
-        if not is_valid(value):
-            raise UserError(f"{KEY}.options.{name}={value}: {problem}")
+    for optimizer in (role.optimizer for role in config.roles if role.optimizer is not None):
+        taken = OPTIONS.get(optimizer.name)
+        if taken is None:
+            _check_custom(optimizer)
+            continue
+        for name, value in optimizer.options.items():
+            if name not in taken:
+                has = f"the options are {', '.join(taken)}" if taken else "there is no option"
+                raise UserError(f"{KEY}.options.{name}={value}: {optimizer.name} has no such option; {has}")
+            is_valid, problem = taken[name]
+            if not is_valid(value):
+                raise UserError(f"{KEY}.options.{name}={value}: {problem}")
 
 
 def _check_custom(config: OptimizerConfig) -> None:

@@ -10,40 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.algorithms import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    AdaptiveKL,
-    FixedKL,
-    MovingAverages,
-    Totals,
-    aggregate,
-    kl_penalty,
-    resolve,
-    sampled_reverse_kl,
-    shape_rewards,
-    value_loss,
-)
+from trainer import algorithms
+from trainer.algorithms import ADVANTAGES, POLICY_LOSSES, Totals, aggregate, kl_penalty, resolve
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import LOSS, Config, aggregation_of, chosen_options, correction_of
 from trainer.config.algorithm import CRITIC_OPTIONS, GIVEN, INPUTS, KL_OPTIONS, TEACHER_LOGPROBS, unprefixed
 from trainer.episodes import Episode, Sample
 from trainer.errors import UserError
 from trainer.import_utils import parameter_names
+from trainer.objectives import experience
 from trainer.objectives.base import GROUP, ROW, Computation, Experience, LossResult, Objective, Outputs
 from trainer.objectives.batches import conversations_of, join_samples, split_samples
 from trainer.objectives.check import check_functions, check_stale
-from trainer.objectives.experience import (
-    add_advantages,
-    choose_learnable_rows,
-    correct_advantages,
-    correction_metrics,
-    correction_of_tokens,
-    describe_rewards,
-    explained_variance,
-    logprob_mismatch,
-    mask_rows,
-)
 from trainer.parallel.batching import Batch, MicroBatch
 from trainer.parallel.load_balancing import has_old_logprobs
 
@@ -60,9 +38,12 @@ class PolicyGradient(Objective):
         super().__init__(cfg)
         a = cfg.algorithm
         if "player_baselines" in a.reads:
-            self.averages = MovingAverages(a.run_option("baseline_decay"))
+            self.averages = algorithms.MovingAverages(a.run_option("baseline_decay"))
         self._next_averages: Mapping[str, float] = {}
-        self.kl = AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS)) if a.adapts_kl else FixedKL(a.kl_coef)
+        if a.adapts_kl:
+            self.kl = algorithms.AdaptiveKL(a.kl_coef, **unprefixed(a, KL_OPTIONS))
+        else:
+            self.kl = algorithms.FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
         self.divergence = a.vocabulary_divergence
         self.unit = GROUP if "group_ids" in a.reads else ROW
@@ -110,29 +91,32 @@ class PolicyGradient(Objective):
             comparable = known & [episode.baseline is not None for episode in owners]
         several = len(ids) > len(owners)  # advantages compare conversations: one row for each
         joined = join_samples(batch, ids) if several else batch
-        shaped = self._shape(joined, rewards)
-        learnable = choose_learnable_rows(joined, shaped, comparable, a, self.kl.coef)
+        lengths = torch.from_numpy((joined["mask"] > 0).sum(axis=1))
+        limit, factor = self.cfg.rollout.max_response_tokens, a.run_option("overlong_factor")
+        shaped = algorithms.shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, factor).numpy()
+        learnable = experience.choose_learnable_rows(joined, shaped, comparable, a, self.kl.coef)
         if self.averages is not None:
             joined = joined | {"player_baselines": self._read_averages(owners, firsts, shaped, learnable)}
-        joined = add_advantages(joined, shaped, a, self.kl.coef, baselines, learnable)
+        joined = experience.add_advantages(joined, shaped, a, self.kl.coef, baselines, learnable)
         for name in ("advantages", "returns"):
             batch[name] = split_samples(joined[name], batch, ids) if several else joined[name]
         was_sampled = firsts[0].logprobs is not None
-        metrics = describe_rewards(joined, rewards, status, known) if was_sampled else {}
+        metrics = experience.describe_rewards(joined, rewards, status, known) if was_sampled else {}
         metrics |= {f"player/{name}/baseline": average for name, average in self._next_averages.items()}
         if "values" in batch and learnable.any():
             mask = (batch["mask"] > 0) & learnable[ids][:, None]
-            metrics["critic/explained_variance"] = explained_variance(batch["values"][mask], batch["returns"][mask])
+            values, returns = batch["values"][mask], batch["returns"][mask]
+            metrics["critic/explained_variance"] = experience.explained_variance(values, returns)
         has_all = "old_logprobs" in batch and "has_old_logprobs" not in batch
         if "rollout_logprobs" in batch and has_all and not self._uses_rollout_logprobs:
-            metrics |= logprob_mismatch(batch)
+            metrics |= experience.logprob_mismatch(batch)
         correction = self._correction(batch)
-        batch["advantages"] = correct_advantages(batch, a, correction)
+        batch["advantages"] = experience.correct_advantages(batch, a, correction)
         if has_all and correction is not None and "rollout_logprobs" in batch:
-            metrics |= correction_metrics(batch, a, correction)
+            metrics |= experience.correction_metrics(batch, a, correction)
         if a.adapts_kl:
             metrics["policy/kl_coef"] = self.kl.coef
-        kept = mask_rows(batch, shaped[ids], [status[i] for i in ids], a, learnable[ids])
+        kept = experience.mask_rows(batch, shaped[ids], [status[i] for i in ids], a, learnable[ids])
         # The update returns the log-probs of all sampled tokens of the rows that have none yet.
         return Experience(kept if has_all else kept | {"sampled": batch["mask"]}, metrics)
 
@@ -157,9 +141,9 @@ class PolicyGradient(Objective):
         if logprobs is not None and "rollout_logprobs" in batch:
             old_logprobs = logprobs + batch.get("old_logprobs", 0)  # no row is in both
             batch = {**batch, "old_logprobs": old_logprobs, "mask": batch["sampled"]}
-            further = logprob_mismatch(batch)
+            further = experience.logprob_mismatch(batch)
             if (correction := self._correction(batch)) is not None:
-                further |= correction_metrics(batch, self.cfg.algorithm, correction)
+                further |= experience.correction_metrics(batch, self.cfg.algorithm, correction)
         if "policy/kl" in metrics:
             self.kl.update(metrics["policy/kl"], len(batch["lengths"]))
         return further
@@ -168,7 +152,7 @@ class PolicyGradient(Objective):
         advantages = batch["advantages"]
         if logprobs is not None:  # the ranks have corrected the rows whose log-probs these are
             update = {**batch, "old_logprobs": logprobs, "has_old_logprobs": ~has_old_logprobs(batch)}
-            advantages = correct_advantages(update, self.cfg.algorithm, self._correction(batch))
+            advantages = experience.correct_advantages(update, self.cfg.algorithm, self._correction(batch))
         scores = {"advantages": np.where(batch["mask"] > 0, advantages, 0)}
         if not self._uses_rollout_logprobs and (logprobs is not None or "old_logprobs" in batch):
             scores["logprobs"] = batch.get("old_logprobs", 0) + (0 if logprobs is None else logprobs)
@@ -199,11 +183,6 @@ class PolicyGradient(Objective):
             first = first[:0]
         return np.setdiff1d(np.arange(len(batch["lengths"])), first)
 
-    def _shape(self, batch: Batch, rewards: np.ndarray) -> np.ndarray:
-        a, lengths = self.cfg.algorithm, torch.from_numpy((batch["mask"] > 0).sum(axis=1))
-        limit, factor = self.cfg.rollout.max_response_tokens, a.run_option("overlong_factor")
-        return shape_rewards(torch.from_numpy(rewards), lengths, limit, a.overlong_buffer, factor).numpy()
-
     def totals(self, role: str, batch: Batch) -> Totals:
         mask = torch.from_numpy(np.ascontiguousarray(batch["mask"]))
         return Totals.of(mask, self.cfg.rollout.max_response_tokens)
@@ -226,8 +205,7 @@ class PolicyGradient(Objective):
         correction = self._correction(mb)
         if correction is None or "has_old_logprobs" not in mb or "rollout_logprobs" not in mb:
             return mb
-        given = (mb[name] for name in ("old_logprobs", "rollout_logprobs", "mask"))
-        weights, _ = correction_of_tokens(*given, self.cfg.algorithm, correction)
+        weights, _ = experience.token_weights(mb, self.cfg.algorithm, correction)
         advantages = torch.where(mb["has_old_logprobs"][:, None], mb["advantages"], mb["advantages"] * weights)
         return dataclasses.replace(mb, arrays={**mb.arrays, "advantages": advantages})
 
@@ -251,7 +229,7 @@ class PolicyGradient(Objective):
         if TEACHER_LOGPROBS in mb or outputs.divergence is not None:
             distance = outputs.divergence
             if distance is None:
-                distance = sampled_reverse_kl(logprobs, mb["old_logprobs"], mb[TEACHER_LOGPROBS], mask)
+                distance = algorithms.sampled_reverse_kl(logprobs, mb["old_logprobs"], mb[TEACHER_LOGPROBS], mask)
             metrics["teacher_kl"] = aggregate(distance.detach(), mask, "token_mean", totals)
             if a.opd_kl_coef > 0:
                 loss = loss + a.opd_kl_coef * aggregate(distance, mask, options["aggregation"], totals)
@@ -278,4 +256,4 @@ class PolicyGradient(Objective):
     def _value_loss(self, outputs: Outputs, mb: MicroBatch, totals: Totals, numbers: Mapping[str, float]) -> LossResult:
         assert outputs.values is not None
         given = {name: value for name, value in self.cfg.algorithm.options.items() if name in CRITIC_OPTIONS}
-        return value_loss(outputs.values, mb["values"], mb["returns"], mb["mask"], **given, totals=totals)
+        return algorithms.value_loss(outputs.values, mb["values"], mb["returns"], mb["mask"], **given, totals=totals)

@@ -32,11 +32,10 @@ class Pairs:
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values `(b,)` of the rows as those of the chosen and of the rejected answers, each `(P,)`."""
-        return self._of_pairs(values * self.is_chosen), self._of_pairs(values * (1 - self.is_chosen))
-
-    def _of_pairs(self, values: Tensor) -> Tensor:
-        # Each pair has one row that is not 0, so the order of the sum does not matter.
-        return values.new_zeros(self._count).index_add(0, self._pair, values)
+        # Each pair has one row of either that is not 0, so the order of the sum does not matter.
+        empty, rows = values.new_zeros(self._count), (values * self.is_chosen, values * (1 - self.is_chosen))
+        chosen, rejected = (empty.index_add(0, self._pair, one) for one in rows)
+        return chosen, rejected
 
 
 class Preference(Objective):

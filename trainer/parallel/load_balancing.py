@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -51,17 +52,8 @@ class Rows:
         starts = np.flatnonzero(np.diff(self.groups[order])) + 1
         return [*alone[:, None], *(np.split(order, starts) if len(order) else [])]
 
-    def cost(self, rows: Sequence[int] | np.ndarray) -> float:
-        """Return the cost of a micro-batch, in units of a token without attention."""
-        return self._measure(rows, self.quadratic)
-
-    def num_tokens(self, rows: Sequence[int] | np.ndarray) -> int:
-        """Return how many tokens the rows count as, of the limit of a micro-batch."""
-        keys = int(self.lengths[rows].sum())
-        return max(int(self._measure(rows, 0.0)), -(-keys // _MOST_KEYS))
-
     def num_tokens_of(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return `num_tokens` of each of these pieces of groups, faster than one by one."""
+        """Return how many tokens each of these pieces of groups counts as, of the limit of a micro-batch."""
         rows = np.concatenate(pieces)
         starts = np.cumsum([0, *map(len, pieces[:-1])])
         keys = np.add.reduceat(self.lengths[rows], starts)
@@ -78,9 +70,10 @@ class Rows:
         first = {key: index for index, key in reversed(list(enumerate(keys)))}
         return [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: first[pair[0]])]
 
-    def _measure(self, rows: Sequence[int] | np.ndarray, quadratic: float) -> float:
+    def cost(self, rows: Sequence[int] | np.ndarray) -> float:
+        """Return the cost of a micro-batch, in units of a token without attention."""
         rows = np.asarray(rows, dtype=np.int64)
-        own, shared = self._costs[quadratic]
+        own, shared = self._costs
         whole = float(own[rows].sum())
         if len(rows) < 2 or self.groups is None or shared is None:
             return whole
@@ -93,17 +86,14 @@ class Rows:
         return whole - float(shared[rows[repeated]].sum())
 
     @cached_property
-    def _costs(self) -> dict[float, tuple[np.ndarray, np.ndarray | None]]:
-        """What the tokens of each row cost, and those that it shares; without and with the squares."""
+    def _costs(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """What the tokens of each row cost, and those that it shares."""
 
-        def cost(counts: np.ndarray, quadratic: float) -> np.ndarray:
+        def cost(counts: np.ndarray) -> np.ndarray:
             tokens = counts.astype(np.float64)
-            return tokens + quadratic * tokens**2
+            return tokens + self.quadratic * tokens**2
 
-        return {
-            quadratic: (cost(self.lengths, quadratic), None if self.shared is None else cost(self.shared, quadratic))
-            for quadratic in (0.0, self.quadratic)
-        }
+        return cost(self.lengths), None if self.shared is None else cost(self.shared)
 
 
 def plan_micro_batches(rows: Rows, num_ranks: int, max_tokens: int) -> Plan:
@@ -139,7 +129,7 @@ def _plan(rows: Rows, groups: list[np.ndarray], num_ranks: int, max_tokens: int)
             pieces.append(group)
             continue
         slices = -(-tokens // max_tokens)
-        while slices < len(group) and any(rows.num_tokens(piece) > max_tokens for piece in _divide(group, slices)):
+        while slices < len(group) and rows.num_tokens_of(_divide(group, slices)).max() > max_tokens:
             slices += 1
         pieces += _divide(group, slices)
     sizes = rows.num_tokens_of(pieces)
@@ -206,17 +196,6 @@ def has_old_logprobs(batch: Batch) -> np.ndarray:
     return batch.get("has_old_logprobs", np.full(len(batch["mask"]), "old_logprobs" in batch))
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A mini-batch as all ranks divide it."""
-
-    rows: np.ndarray
-    plan: Plan  # of indices of `rows`
-    shared: np.ndarray | None  # `(B,)`, of the whole batch
-    tokens: float
-    has_old_logprobs: bool
-
-
 def divide(
     batch: Batch, mini_batches: Sequence[np.ndarray], limits: Limits, num_ranks: int, keeps_groups: bool = False
 ) -> list[Share]:
@@ -228,27 +207,24 @@ def divide(
         keeps_groups: no micro-batch has a part of a group.
     """
     known = has_old_logprobs(batch)
-    planned = [_plan_mini_batch(batch, rows, known, limits, num_ranks, keeps_groups) for rows in mini_batches]
-    return [_share(batch, planned, rank) for rank in range(num_ranks)]
+    rows_of: list[list[list[np.ndarray]]] = [[] for _ in range(num_ranks)]  # of the micro-batches of each rank
+    of_all_ranks = []
+    for rows in mini_batches:
+        own = select({name: batch[name] for name in ("input_ids", "lengths", "group_ids")}, rows)
+        shared, of_batch = count_shared_tokens(own) if limits.shares_prompts else None, None
+        if shared is not None and shared.any():
+            of_batch = np.zeros(len(known), np.int64)
+            of_batch[rows] = shared
+        else:
+            shared = None
+        costs = Rows(own["lengths"], limits.quadratic, own["group_ids"], shared, keeps_groups)
+        for rank, micro_batches in enumerate(plan_micro_batches(costs, num_ranks, limits.max_tokens)):
+            rows_of[rank].append([rows[micro_batch] for micro_batch in micro_batches])
+        of_all_ranks.append((of_batch, float(batch["mask"][rows].sum()), bool(known[rows].all())))
+    return [_share(batch, chosen, of_all_ranks) for chosen in rows_of]
 
 
-def _plan_mini_batch(
-    batch: Batch, rows: np.ndarray, known: np.ndarray, limits: Limits, num_ranks: int, keeps_groups: bool
-) -> _Planned:
-    own = select({name: batch[name] for name in ("input_ids", "lengths", "group_ids")}, rows)
-    shared = count_shared_tokens(own) if limits.shares_prompts else None
-    shared = shared if shared is not None and shared.any() else None
-    costs = Rows(own["lengths"], limits.quadratic, own["group_ids"], shared, keeps_groups)
-    plan = plan_micro_batches(costs, num_ranks, limits.max_tokens)
-    of_batch = None
-    if shared is not None:
-        of_batch = np.zeros(len(known), np.int64)
-        of_batch[rows] = shared
-    return _Planned(rows, plan, of_batch, float(batch["mask"][rows].sum()), bool(known[rows].all()))
-
-
-def _share(batch: Batch, planned: Sequence[_Planned], rank: int) -> Share:
-    chosen = [[mini_batch.rows[micro_batch] for micro_batch in mini_batch.plan[rank]] for mini_batch in planned]
+def _share(batch: Batch, chosen: list[list[np.ndarray]], of_all_ranks: Sequence[tuple[Any, float, bool]]) -> Share:
     numbers = np.unique(np.concatenate([rows for micro_batches in chosen for rows in micro_batches]))
     if not len(numbers):
         numbers = np.zeros(1, np.int64)  # a rank without rows computes one, whose masks are 0
@@ -257,10 +233,10 @@ def _share(batch: Batch, planned: Sequence[_Planned], rank: int) -> Share:
     own_mini_batches = [
         MiniBatch(
             [np.searchsorted(numbers, rows).tolist() for rows in micro_batches],
-            None if mini_batch.shared is None else mini_batch.shared[numbers],
-            mini_batch.tokens,
-            mini_batch.has_old_logprobs,
+            None if shared is None else shared[numbers],
+            tokens,
+            has_old,
         )
-        for mini_batch, micro_batches in zip(planned, chosen, strict=True)
+        for micro_batches, (shared, tokens, has_old) in zip(chosen, of_all_ranks, strict=True)
     ]
     return Share(arrays, numbers, own_mini_batches)

@@ -101,20 +101,16 @@ class HostCopy:
     def __init__(self, buffer: HostBuffer, storages: Storages):
         self.buffer = buffer
         self._storages = dict(storages)  # kept alive, so that no other gets their numbers
-        self._parts: dict[int, Tensor] = {}
+        self.parts: dict[int, Tensor] = {}  # bytes, by the number of the storage; not of empty ones
         start = 0
         for number, storage in storages.items():
             size = storage.nbytes()
             if size:
-                self._parts[number] = buffer.part(start, size).copy_(bytes_of(storage), non_blocking=True)
+                self.parts[number] = buffer.part(start, size).copy_(bytes_of(storage), non_blocking=True)
             start += _aligned(size)
 
     def covers(self, storages: Storages) -> bool:
         return self._storages.keys() >= storages.keys()
-
-    def has_freed(self, storages: Storages) -> bool:
-        """Return whether the memory of some of these has been freed since they were copied."""
-        return any(number in self._parts and not storage.nbytes() for number, storage in storages.items())
 
     @torch.no_grad()
     def with_more(self, storages: Storages) -> HostCopy:
@@ -122,14 +118,11 @@ class HostCopy:
         more = {number: storage for number, storage in storages.items() if number not in self._storages}
         new = copy.copy(self)
         new._storages = self._storages | more
-        new._parts = dict(self._parts)
+        new.parts = dict(self.parts)
         for number, storage in more.items():
             if storage.nbytes():
-                new._parts[number] = torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(bytes_of(storage))
+                new.parts[number] = torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(bytes_of(storage))
         return new
-
-    def part(self, number: int) -> Tensor:
-        return self._parts[number]
 
     @torch.no_grad()
     def state(self, value: Any) -> Any:
@@ -145,7 +138,7 @@ class HostCopy:
         return value
 
     def _view(self, tensor: Tensor) -> Tensor:
-        part = self._parts.get(tensor.untyped_storage()._cdata)
+        part = self.parts.get(tensor.untyped_storage()._cdata)
         view = torch.empty(0, dtype=tensor.dtype)
         if part is None:
             assert not tensor.numel(), "a tensor has no copy"
@@ -194,9 +187,10 @@ class HostMemory:
 
     def hold_freed(self, storages: Storages) -> HostCopy | None:
         """Hold the current copy if the memory of some of these tensors on the device is freed; return it."""
-        if self.current is None or not self.current.has_freed(storages):
+        if self.current is None:
             return None
-        return self.hold(self.current)
+        has_freed = any(number in self.current.parts and not storage.nbytes() for number, storage in storages.items())
+        return self.hold(self.current) if has_freed else None
 
     def forget(self) -> None:
         """Note that the tensors change: no copy is current."""
@@ -256,7 +250,7 @@ class HostMemory:
 
     def _contents_of(self, number: int) -> Tensor:
         assert self._contents is not None
-        return self._contents.part(number)
+        return self._contents.parts[number]
 
     def _find(self, size: int) -> HostBuffer:
         # Saves and offloading take turns, with two sizes. Unused buffers that are too small for both are of no use.

@@ -116,7 +116,7 @@ class Optimizers:
         for optimizer in self.all if self._is_built_in else ():
             for parameter in _parameters_of(optimizer):
                 if parameter not in optimizer.state:
-                    optimizer.state[parameter] = _initial_state(optimizer, parameter)
+                    optimizer.state[parameter] = optimizer.initial_state(parameter)
 
     def state(self) -> dict[str, Any]:
         """Return the states by the names of the parameters (not copies), for a checkpoint or to be filled from one."""
@@ -218,6 +218,10 @@ class AdamW(torch.optim.AdamW):
             tensors[:] = map(local_tensor, tensors)
         return has_complex
 
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), device=parameter.device), **moments}
+
 
 def _adamw_of(parameters: Iterable[Tensor], config: OptimizerConfig, lr: float) -> AdamW:
     return AdamW(
@@ -240,13 +244,3 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    if isinstance(optimizer, Muon):
-        return optimizer.initial_state(parameter)
-    return {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }

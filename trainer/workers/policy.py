@@ -17,13 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.config.algorithm import TEACHER_TOP
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
-from trainer.models.export_weights import (
-    export_tensors,
-    file_bytes,
-    merged_tensors,
-    own_blocks,
-    stream_tensors,
-)
+from trainer.models import export_weights
 from trainer.models.logprobs import Distributions, distributions, token_logprobs, token_scores
 from trainer.models.lora import disabled_adapters
 from trainer.models.online_softmax import LikeliestTokens
@@ -189,16 +183,16 @@ class PolicyWorker(TrainedWorker):
     @torch.no_grad()
     def keep_shards(self, keeper: Any, dtype: str) -> Any:
         """Pass this rank's blocks of the weights to `keeper` (see `trainer.generation.weight_shards`)."""
-        return keeper.keep(*own_blocks(self.module, param_dtype(dtype, self.device)), self.layout.rank)
+        return keeper.keep(*export_weights.own_blocks(self.module, param_dtype(dtype, self.device)), self.layout.rank)
 
     @torch.no_grad()
     def stream_weights(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the model's files, full tensor) one by one; each `next` may gather a tensor from all ranks."""
-        yield from stream_tensors(self.module, param_dtype(dtype, self.device))
+        yield from export_weights.stream_tensors(self.module, param_dtype(dtype, self.device))
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the size in bytes of the files that `write_weights` writes. Not a collective."""
-        return file_bytes(self.module, param_dtype(dtype, self.device))
+        return export_weights.file_bytes(self.module, param_dtype(dtype, self.device))
 
     def check_shared(self, dtype: str, reserved: int) -> None:
         check_free_space(self.weight_bytes(dtype), reserved)
@@ -249,8 +243,8 @@ class FrozenWorker(ModelWorker):
         """Copy the weights of the policy, adapters merged."""
         assert self.policy is not None and not self.spec.is_policy_base, "the weights of this role never change"
         self.before_weights_change()
-        tensors = export_tensors(self.module)
-        for name, tensor in merged_tensors(self.policy):
+        tensors = export_weights.export_tensors(self.module)
+        for name, tensor in export_weights.merged_tensors(self.policy):
             tensors[name].copy_(tensor)
 
 

@@ -198,11 +198,8 @@ class Rank:
 
     def _check_engine(self, needed: int, free: int, total: int) -> None:
         trained = [worker for worker in self.roles.values() if isinstance(worker, TrainedWorker)]
-        growth = (
-            sum(worker.optimizers.growth(self.device) for worker in trained)
-            if self.cfg.trainer.offload == "none"
-            else 0
-        )
+        stays = self.cfg.trainer.offload == "none"
+        growth = sum(worker.optimizers.growth(self.device) for worker in trained) if stays else 0
         problem = engine_problem(needed, growth, free, total, self.cfg)
         if problem is None:
             self._engine_has_fit |= growth == 0 and self._has_updated

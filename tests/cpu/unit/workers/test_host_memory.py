@@ -55,7 +55,7 @@ def test_a_copy_that_is_written_stays_as_it_is():
     memory.forget()
     tensor.fill_(2.0)
     memory.offload([tensor])
-    assert written.part(number).view(torch.float32).tolist() == [1.0] * 100
+    assert written.parts[number].view(torch.float32).tolist() == [1.0] * 100
     assert memory.size == 2 * 448
 
 
