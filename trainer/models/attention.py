@@ -42,8 +42,7 @@ _NEUTRAL = {"is_causal": (True,)}
 """Values of arguments for which any attention function computes the same. Others: False and 0."""
 _WITHOUT_EFFECT = {"position_ids"}
 """Arguments that models pass on and that no attention function needs for its scores."""
-_SINK_WIDTH = 8
-"""Dimensions that sinks add to a head. Fused kernels need multiples of 8."""
+_SINK_WIDTH = 8  # dimensions that sinks add to a head. Fused kernels need multiples of 8.
 
 
 class Scores(NamedTuple):
@@ -433,22 +432,17 @@ ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
 # What each block sees, by the masks that the model's own code asks transformers for
 
 _RECORDED = "recorded_mask"
-_FIRST, _SECOND = 2, 3
-"""Lengths of the sequences of the packed row."""
-_FAR = 1 << 24
-"""A distance between tokens that is longer than any window."""
+_FIRST, _SECOND = 2, 3  # lengths of the sequences of the packed row
+_FAR = 1 << 24  # a distance between tokens that is longer than any window
 
 
 @dataclass(frozen=True)
 class Visible:
     """Which tokens of its row a token of one block sees."""
 
-    is_causal: bool
-    """It sees all tokens before it, in its sequence and within `window`, and no others."""
-    window: int | None
-    """The number of tokens that it sees, itself included. None: all before it."""
-    separates: bool
-    """It sees none of another sequence of a packed row, whose positions start again."""
+    is_causal: bool  # it sees all tokens before it, in its sequence and within `window`, and no others
+    window: int | None  # the number of tokens that it sees, itself included. None: all before it.
+    separates: bool  # it sees none of another sequence of a packed row, whose positions start again
 
 
 class _Mask:

@@ -73,7 +73,7 @@ class CriticModel(nn.Module):
         ids = packing.shard(input_ids)
         hidden = getattr(self, self._prefix)(input_ids=ids, use_cache=False, **arguments).last_hidden_state
         values = packing.gather(self.value_head(hidden).squeeze(-1).float())
-        rows = packing.rows_of(values) if self._is_score else packing.rows_of_next(values)
+        rows = packing.rows_of(values, packing.token_indices if self._is_score else packing.previous_indices)
         return rows.clone()  # no view: what changes one in place would drop FSDP's hook before the backward
 
 

@@ -137,8 +137,7 @@ class Head:
     """What a model computes from the logits `z = W h` of its output layer: `softcap tanh(scale z / softcap)`."""
 
     scale: float = 1.0
-    softcap: float | None = None
-    """None: the logits are `scale z`."""
+    softcap: float | None = None  # None: the logits are `scale z`
 
     def apply(self, logits: Tensor) -> Tensor:
         scaled = self.scale * logits
@@ -152,10 +151,8 @@ _FULL = Vocabulary()
 class Distributions:
     """The distributions of a teacher at n targets, before the logits are computed."""
 
-    states: Tensor
-    """`(n, h)`: the input of the head. Without a weight `(n, v)`: the logits."""
-    weight: Tensor | None
-    """`(v, h)`, of the head; with tensor parallelism this rank's slice."""
+    states: Tensor  # `(n, h)`: the input of the head. Without a weight `(n, v)`: the logits.
+    weight: Tensor | None  # `(v, h)`, of the head; with tensor parallelism this rank's slice
     head: Head
     settings: TeacherConfig
 
@@ -172,17 +169,13 @@ Teacher = Distributions | LikeliestTokens
 class Targets:
     """The tokens of a row whose log-probs are needed."""
 
-    indices: Tensor
-    """`(n,)`: the index in the row of the token before each target."""
-    ids: Tensor
-    """`(n,)`: the token ids of the targets."""
-    temperature: float
-    """Divides the logits."""
+    indices: Tensor  # `(n,)`: the index in the row of the token before each target
+    ids: Tensor  # `(n,)`: the token ids of the targets
+    temperature: float  # divides the logits
     entropy: str | None
     """Whether to compute entropies: their `value`, their `gradient`, too, or None (no entropies). `states`: the input
     of the head is returned in place of log-probs."""
-    teacher: Teacher | None = None
-    """Compute the divergence from these distributions, too."""
+    teacher: Teacher | None = None  # compute the divergence from these distributions, too
 
 
 def set_head(lm: PreTrainedModel) -> bool:

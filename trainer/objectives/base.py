@@ -50,8 +50,7 @@ class Outputs:
     logprobs: Tensor | None = None  # log-probs of the tokens where the mask is 1
     entropy: Tensor | None = None  # entropy of the distribution of each token (see `Objective.entropy`)
     values: Tensor | None = None
-    divergence: Tensor | None = None
-    """Divergence from the teacher at each token (see `Objective.divergence`)."""
+    divergence: Tensor | None = None  # divergence from the teacher at each token (see `Objective.divergence`)
 
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
@@ -79,8 +78,7 @@ class Objective:
     divergence: TeacherConfig | None = None
     """The divergence over the vocabulary from the role that the policy reads (`RoleSpec.read_by`). None: there is
     none."""
-    compares_completions = False
-    """The objective compares the rows of a group, so these must be able to differ."""
+    compares_completions = False  # the objective compares the rows of a group, so these must be able to differ
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

@@ -12,8 +12,7 @@ from trainer.config import TrainerConfig
 class Axis:
     """One axis of the mesh of ranks. The defaults are those of ranks that repeat each other's work."""
 
-    key: str = ""
-    """The key of its size in the section `trainer`. Empty: the ranks that the other axes leave."""
+    key: str = ""  # the key of its size in the section `trainer`. Empty: the ranks that the other axes leave.
     same_rows: bool = True  # ranks along it compute the same rows of a batch
     shards_weights: bool = False  # FSDP2 shards the weights along it
     joins_blocks: bool = False

@@ -46,8 +46,7 @@ class RankUpdate:
     rows: np.ndarray
     """`(n,)`: the rows of the batch whose old log-probs this rank computed; empty if the loss needed none."""
     logprobs: np.ndarray  # `(n, T)`: the old log-probs of these rows, zero-padded
-    tokens: int
-    """Number of tokens that this rank computed; those that rows share count once in a micro-batch."""
+    tokens: int  # number of tokens that this rank computed; those that rows share count once in a micro-batch
     entropy: tuple[np.ndarray, np.ndarray] | None = None
     """If the rollouts of the step are kept: rows of the batch `(n,)`, and the entropy of their tokens `(n, T)`. Without
     rows, or None: it was not computed."""

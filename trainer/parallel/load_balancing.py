@@ -185,8 +185,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Share:
-    batch: Batch
-    """The arrays of its rows, at least of one; `(n, T)` with T the longest of them."""
+    batch: Batch  # the arrays of its rows, at least of one; `(n, T)` with T the longest of them
     rows: np.ndarray  # `(n,)`: their numbers in the whole batch
     mini_batches: list[MiniBatch]
     """One for each mini-batch of a step, in order; a batch that is computed before the update is one."""

@@ -141,8 +141,7 @@ class Layout:
         self.dp_size = dist.get_world_size() // sharing
         """Number of data-parallel ranks: a batch is split into this many parts."""
         self.dp_rank = self.rank // sharing
-        self.is_main_rank = self.rank == 0
-        """Whether the driver uses this rank's result where all have the same."""
+        self.is_main_rank = self.rank == 0  # whether the driver uses this rank's result where all have the same
         self.is_first_of_dp_rank = self.rank % sharing == 0
         """The same where all ranks with the same rows have the same result."""
 

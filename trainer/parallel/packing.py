@@ -197,21 +197,16 @@ class Packing:
     @cached_property
     def bucket_indices(self) -> list[tuple[Tensor, Tensor]]:
         """For each bucket, the indices of its tokens in its flattened padded rows: without and with prefixes."""
-        return [(self._padded(bucket, 0), self._padded(bucket, bucket.prefix_length)) for bucket in self.buckets]
 
-    def _padded(self, bucket: Bucket, prefix: int) -> Tensor:
-        lengths = np.asarray(bucket.lengths)[:, None] + prefix
-        return self._tensor(np.flatnonzero(np.arange(bucket.longest + prefix) < lengths))
+        def padded(bucket: Bucket, prefix: int) -> Tensor:
+            lengths = np.asarray(bucket.lengths)[:, None] + prefix
+            return self._tensor(np.flatnonzero(np.arange(bucket.longest + prefix) < lengths))
 
-    def rows_of(self, values: Tensor) -> Tensor:
-        """Return the values `(1, N)` of the tokens as rows `(B, longest)`, padded with 0."""
-        indices = self.token_indices
-        return index_select(F.pad(values[0], (0, 1)), indices.flatten()).view(indices.shape)
+        return [(padded(bucket, 0), padded(bucket, bucket.prefix_length)) for bucket in self.buckets]
 
-    def rows_of_next(self, values: Tensor) -> Tensor:
-        """Return values `(1, N)`, each of which belongs to the next token, as padded rows `(B, longest)`. Entry t of a
-        row is the value at token t - 1 of the sequence. It is 0 at t = 0 and in the padding."""
-        indices = self.previous_indices
+    def rows_of(self, values: Tensor, indices: Tensor) -> Tensor:
+        """Return the values `(1, N)` at these indices in the row, `token_indices` or `previous_indices`, as rows
+        `(B, longest)`. They are 0 in the padding, and where no token is previous."""
         return index_select(F.pad(values[0], (0, 1)), indices.flatten()).view(indices.shape)
 
     @cached_property

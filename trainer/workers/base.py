@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,6 @@ from trainer.parallel.shard import frees_after_forward, param_dtype, reshard
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.workers.optimizers import Optimizers
-
-LossFunction = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""Maps a micro-batch to its share of the mini-batch's loss, and its shares of the metrics."""
 
 STATE = ("weights", "optimizer", "rng")
 SHARDING_FILE = "fsdp_config.json"
@@ -66,12 +62,10 @@ class ModelWorker:
         """Return the index of this rank's share of a batch, and what decides its micro-batches. Not a collective."""
         return self.layout.dp_rank, Limits(self.max_tokens, self.quadratic, self.shares_prompts)
 
-    def micro_batches(self, share: Share, mini_batch: MiniBatch) -> list[Callable[[], MicroBatch]]:
-        """Return what makes each micro-batch of this rank. Every rank has the same number of micro-batches."""
-        return [
-            partial(take_rows, share.batch, rows, self.device, self.layout.cp, mini_batch.shared)
-            for rows in mini_batch.micro_batches
-        ]
+    def micro_batches(self, share: Share, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
+        """Make each micro-batch of this rank when it is asked for. Every rank has the same number of them."""
+        for rows in mini_batch.micro_batches:
+            yield take_rows(share.batch, rows, self.device, self.layout.cp, mini_batch.shared)
 
     @torch.no_grad()
     def map_rows(self, share: Share, function: Callable[[MicroBatch], Tensor]) -> tuple[np.ndarray, np.ndarray]:
@@ -82,8 +76,7 @@ class ModelWorker:
         """
         results = []
         for mini_batch in share.mini_batches:
-            for take in self.micro_batches(share, mini_batch):
-                micro_batch = take()
+            for micro_batch in self.micro_batches(share, mini_batch):
                 values = function(micro_batch)
                 if micro_batch.rows and self.layout.is_first_of_dp_rank:
                     results.append((share.rows[micro_batch.rows], values.float().cpu().numpy()))
@@ -232,37 +225,36 @@ class TrainedWorker(ModelWorker):
         metrics = []
         for mini_batch, of_all in zip(share.mini_batches, totals, strict=True):
             with TRACER.span("mini-batch", rows=sum(map(len, mini_batch.micro_batches))):
-                loss = partial(self._loss, mini_batch, of_all, numbers)
-                metrics.append(self.optimizer_step(share, mini_batch, loss))
+                metrics.append(self.optimizer_step(share, mini_batch, of_all, numbers))
         rows, logprobs = stack_rows([])
         tokens = [mini_batch.tokens for mini_batch in share.mini_batches]
         return RankUpdate(_means(metrics, tokens), rows, logprobs, self.tokens_computed - before)
 
-    def _loss(self, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
+    def _loss(self, mb: MicroBatch, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float]) -> LossResult:
         return self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
 
-    def optimizer_step(self, share: Share, mini_batch: MiniBatch, loss_function: LossFunction) -> dict[str, float]:
+    def optimizer_step(
+        self, share: Share, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float]
+    ) -> dict[str, float]:
         """Make one optimizer step on a mini-batch, whose gradients are summed over the ranks after each micro-batch.
         Return loss and metrics over the global mini-batch, `grad_norm` and `lr`.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is NaN or infinite; the weights have not changed.
         """
-        plan = self.micro_batches(share, mini_batch)
         shares = Shares(self.objective.extremes)
-        for i, take in enumerate(plan):
-            last = i == len(plan) - 1
+        for i, micro_batch in enumerate(self.micro_batches(share, mini_batch), 1):
+            last = i == len(mini_batch.micro_batches)
             self.module.set_is_last_backward(last)
             self.module.set_reshard_after_backward(last or self.frees_each_micro_batch)
-            micro_batch = take()
             if micro_batch.rows and self.layout.is_first_of_dp_rank:
                 self.tokens_computed += micro_batch.packing.tokens
-            loss = shares.add(*loss_function(micro_batch), has_rows=bool(micro_batch.rows))
+            loss = shares.add(*self._loss(micro_batch, mini_batch, totals, numbers), has_rows=bool(micro_batch.rows))
             self.layout.scale_loss(loss).backward()
-        totals = shares.total(self.layout)
-        self.check_sums(totals)
+        sums = shares.total(self.layout)
+        self.check_sums(sums)
         grad_norm = self.layout.clip_grad_norm(self.module.parameters(), self.optimizer_config.max_grad_norm)
-        for name, value in (("loss", totals["loss"]), ("gradient norm", grad_norm)):
+        for name, value in (("loss", sums["loss"]), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 self.optimizers.zero_grad()
                 raise NonFiniteError(f"the {self.role}'s {name} is {value}")
@@ -270,15 +262,14 @@ class TrainedWorker(ModelWorker):
         with TRACER.span("optimizer"):
             lr = self.optimizers.step()
         failpoint("updating")
-        return {**totals, "grad_norm": grad_norm, "lr": lr}
+        return {**sums, "grad_norm": grad_norm, "lr": lr}
 
     @torch.no_grad()
     def evaluate(self, share: Share, totals: Any, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the objective's loss and metrics over a batch of held-out rows (see `Objective.loss`)."""
         shares = Shares(self.objective.extremes)
         for mini_batch in share.mini_batches:
-            for take in self.micro_batches(share, mini_batch):
-                mb = take()
+            for mb in self.micro_batches(share, mini_batch):
                 result = self.objective.loss(self.role, self.outputs(mb, mini_batch), mb, totals, numbers)
                 shares.add(*result, has_rows=bool(mb.rows))
         reshard(self.module)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,48 +22,40 @@ _FUSED = ("qkv", "in_proj", "query_key_value", "c_attn", "kv_a_proj", "kv_b_proj
 _MOST_WHOLE = 8  # most matrices that a rank has whole at a time
 
 Split = Callable[[Tensor], Sequence[Tensor]]
+"""Returns views `(…, m, n)` of the matrices that are fused in a tensor of a parameter's shape."""
 
 
-@dataclass(frozen=True)
-class Matrix:
-    name: str
-    parameter: nn.Parameter
-    split: Split = lambda tensor: (tensor,)
-    """Returns views `(…, m, n)` of the matrices that are fused in a tensor of the parameter's shape."""
+def muon_matrices(module: nn.Module) -> dict[nn.Parameter, Split]:
+    """Return the trained matrices of the blocks, and how each is split: linear layers, and experts. Embeddings, heads,
+    norms, biases, routers, convolutions, adapters and fused projections of unknown order are none."""
+    embeddings = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    found = [pair for block in transformer_blocks(module) for pair in _matrices_of(block)]
+    return {matrix: split for matrix, split in found if matrix.requires_grad and matrix not in embeddings}
 
 
-def muon_matrices(module: nn.Module) -> list[Matrix]:
-    """Return the trained matrices of the blocks: linear layers, and experts. Embeddings, heads, norms, biases, routers,
-    convolutions, adapters and fused projections of unknown order are none."""
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    found = [matrix for block in transformer_blocks(module) for matrix in _matrices_of(block)]
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        Matrix(names[id(matrix.parameter)], matrix.parameter, matrix.split)
-        for matrix in found
-        if matrix.parameter.requires_grad and id(matrix.parameter) not in embeddings
-    ]
+def _whole(tensor: Tensor) -> Sequence[Tensor]:
+    return (tensor,)
 
 
-def _matrices_of(block: nn.Module) -> Iterator[Matrix]:
+def _matrices_of(block: nn.Module) -> Iterator[tuple[nn.Parameter, Split]]:
     for path, layer in block.named_modules():
         name = path.rpartition(".")[2]
         if hasattr(layer, "is_concatenated") and hasattr(layer, "is_transposed"):  # experts of transformers
             for own, parameter in layer.named_parameters(recurse=False):
                 if parameter.ndim == 3 and own == "gate_up_proj" and layer.has_gate:
-                    yield Matrix(own, parameter, _halves(layer.is_concatenated, -1 if layer.is_transposed else -2))
+                    yield parameter, _halves(layer.is_concatenated, -1 if layer.is_transposed else -2)
                 elif parameter.ndim == 3:
-                    yield Matrix(own, parameter)
+                    yield parameter, _whole
         elif not isinstance(layer, nn.Linear) or "lora_" in path or name in _ROUTERS or name.endswith("_gate"):
             continue
         elif name == "gate_up_proj":
-            yield Matrix(name, layer.weight, _halves(True, -2))
+            yield layer.weight, _halves(True, -2)
         elif name == "qkv_proj" and sum(rows := _attention_rows(block, layer)) == layer.out_features:
-            yield Matrix(name, layer.weight, lambda tensor, rows=rows: tensor.split(rows, dim=-2))
+            yield layer.weight, lambda tensor, rows=rows: tensor.split(rows, dim=-2)
         elif name == "q_proj" and _attention_rows(block, layer)[:1] not in ([], [layer.out_features]):
             continue  # each head's query is followed by its gate
         elif not any(fused in name for fused in _FUSED):
-            yield Matrix(name, layer.weight)
+            yield layer.weight, _whole
 
 
 def _halves(is_concatenated: bool, dim: int) -> Split:
@@ -110,7 +101,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: Iterable[Matrix],
+        matrices: Mapping[nn.Parameter, Split],
         device: str,
         lr: float,
         weight_decay: float = 0.0,
@@ -118,10 +109,10 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
     ):
-        self._matrices = {id(matrix.parameter): matrix for matrix in matrices}
+        self._splits = dict(matrices)
         self._device = device
         values = {"weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        super().__init__([m.parameter for m in self._matrices.values()], {"lr": lr, **values})
+        super().__init__(list(matrices), {"lr": lr, **values})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -148,8 +139,7 @@ class Muon(torch.optim.Optimizer):
                 some = of_axis[first : first + size]
                 updates = [self._momentum(parameter, group) for parameter in some]
                 wholes = [_gathered(update, self._device) for update in updates]
-                matrices = [self._matrices[id(parameter)] for parameter in some]
-                compute = partial(self._orthogonal, matrices, group["ns_steps"])
+                compute = partial(self._orthogonal, [self._splits[parameter] for parameter in some], group["ns_steps"])
                 results = [compute(0, wholes[0])] if ranks is None else divide_work(compute, wholes, ranks)
                 for parameter, update, result in zip(some, updates, results, strict=True):
                     yield parameter, _sharded_as(update, result).to(parameter.device)
@@ -162,10 +152,10 @@ class Muon(torch.optim.Optimizer):
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _orthogonal(self, matrices: Sequence[Matrix], steps: int, index: int, whole: Tensor) -> Tensor:
-        dtype, matrix = torch.bfloat16 if self._device == "cuda" else torch.float32, matrices[index]
+    def _orthogonal(self, splits: Sequence[Split], steps: int, index: int, whole: Tensor) -> Tensor:
+        dtype, split = torch.bfloat16 if self._device == "cuda" else torch.float32, splits[index]
         result = torch.empty_like(whole)
-        for source, target in zip(matrix.split(whole), matrix.split(result), strict=True):
+        for source, target in zip(split(whole), split(result), strict=True):
             scale = 0.2 * math.sqrt(max(source.shape[-2:]))
             target.copy_(newton_schulz(source.to(dtype), steps) * scale if source.numel() else source)
         return result

@@ -47,8 +47,7 @@ def _muon(module: nn.Module, config: OptimizerConfig, device: str) -> list[torch
     options = dict(config.options)
     lr_of_others = options.pop("adamw_lr", config.lr)
     matrices = muon_matrices(module)
-    taken = {id(matrix.parameter) for matrix in matrices}
-    others = [parameter for parameter in _trained(module).values() if id(parameter) not in taken]
+    others = [parameter for parameter in _trained(module).values() if parameter not in matrices]
     muon = Muon(matrices, device, config.lr, config.weight_decay, **options)
     return [muon, *([_adamw_of(others, config, lr_of_others)] if others else [])]
 

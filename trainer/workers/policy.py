@@ -115,7 +115,7 @@ class PolicyWorker(TrainedWorker):
         self._fresh, self._entropy = [], {}
         return dataclasses.replace(update, rows=rows, logprobs=logprobs, entropy=entropy)
 
-    def _loss(self, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float], mb: MicroBatch) -> LossResult:
+    def _loss(self, mb: MicroBatch, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float]) -> LossResult:
         outputs = self.outputs(mb, mini_batch)
         loss, metrics = self.objective.loss(self.role, outputs, mb, totals, numbers)
         if not self._is_first or self._logprob_limit is None or "rollout_logprobs" not in mb:

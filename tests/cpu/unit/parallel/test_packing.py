@@ -25,10 +25,10 @@ def test_positions_and_boundaries_restart_with_each_sequence(lengths):
 
 @settings(deadline=None)
 @given(lengths=LENGTHS)
-def test_rows_of_next_moves_values_to_the_next_token_of_the_sequence(lengths):
+def test_rows_of_previous_indices_move_values_to_the_next_token_of_the_sequence(lengths):
     packing = Packing(lengths, "cpu")
     values = torch.arange(1.0, packing.tokens + 1)[None]
-    rows = packing.rows_of_next(values)
+    rows = packing.rows_of(values, packing.previous_indices)
     expected = np.zeros((len(lengths), max(lengths)))
     for row, length in enumerate(lengths):
         start = sum(lengths[:row])

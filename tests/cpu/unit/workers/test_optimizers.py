@@ -144,7 +144,8 @@ def step_with_clipped_gradients(rank: Rank, path: str) -> list[tuple[float, dict
     for rank.cfg.trainer.policy.optimizer.max_grad_norm in (0.0, 1e-3):
         rank.build(roles(rank.cfg, ["policy"]), path)
         worker = rank.roles["policy"]
-        matrices = {m.name: m.parameter for m in muon_matrices(worker.module)}
+        taken = muon_matrices(worker.module)
+        matrices = {name: p for name, p in worker.module.named_parameters() if p in taken}
         before = {name: p.detach().full_tensor().clone() for name, p in matrices.items()}
         norm = update(rank, "policy", make_batch(), 1)["grad_norm"]
         changes = {name: p.detach().full_tensor() - before[name] for name, p in matrices.items()}
@@ -213,7 +214,8 @@ def test_queries_that_hold_gates_and_latent_projections_stay_on_adamw():
     ]:
         module = random_model(model, "eager")
         linear = {name.rpartition(".")[2] for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-        found = {matrix.name.rpartition(".")[0].rpartition(".")[2] for matrix in muon_matrices(module)}
+        taken = muon_matrices(module)
+        found = {name.split(".")[-2] for name, parameter in module.named_parameters() if parameter in taken}
         assert kept <= linear | {"gate"} and not kept & found
         assert {"o_proj", "down_proj"} <= found
 

@@ -226,12 +226,12 @@ def mini_batches(rank: Rank, path: str, steps: list[int]) -> dict[tuple[int, int
         seen: list[list[int]] = []
         optimizer_step = worker.optimizer_step
 
-        def recording(share, part, loss_function, optimizer_step=optimizer_step, seen=seen):
+        def recording(share, part, *others, optimizer_step=optimizer_step, seen=seen):
             own = [row for rows in part.micro_batches for row in rows]
             parts: list = [None] * rank.world_size
             dist.all_gather_object(parts, share.batch["group_ids"][own].tolist())
             seen.append(sorted(group for part in parts for group in part))
-            return optimizer_step(share, part, loss_function)
+            return optimizer_step(share, part, *others)
 
         worker.optimizer_step = recording
         for step in steps:

@@ -262,8 +262,8 @@ def step_of_mini_batches(rank: Rank, path: str, batch: Batch) -> tuple[dict, lis
     seen = []
     optimizer_step = rank.roles["policy"].optimizer_step
 
-    def recording(share, part, loss_function):
-        seen.append((part.tokens, optimizer_step(share, part, loss_function)))
+    def recording(share, part, *others):
+        seen.append((part.tokens, optimizer_step(share, part, *others)))
         return seen[-1][1]
 
     rank.roles["policy"].optimizer_step = recording
