@@ -445,24 +445,24 @@ class Visible:
     separates: bool  # it sees none of another sequence of a packed row, whose positions start again
 
 
+@dataclass(frozen=True)
 class _Mask:
     """Stands for a mask that was asked for."""
 
-    def __init__(self, mask_function: Callable[..., Any], local_size: int | None):
-        self._function = mask_function
-        self._window = local_size
+    function: Callable[..., Any]
+    window: int | None
 
     def sees(self, query: int, key: int) -> bool:
-        return bool(self._function(*(torch.tensor(index) for index in (0, 0, query, key))))
+        return bool(self.function(*(torch.tensor(index) for index in (0, 0, query, key))))
 
-    def shape(self) -> tuple[bool, int | None]:
-        """Return `Visible.is_causal` and `Visible.window`."""
-        is_causal = self.sees(1, 1) and not self.sees(0, 1)
+    def visible(self, of_packed: _Mask) -> Visible:
+        """Return what a token sees by this mask, and by that of a packed row."""
+        is_causal, window = self.sees(1, 1) and not self.sees(0, 1), self.window
         if self.sees(_FAR, 0):
-            return is_causal, None
-        window = self._window
-        is_plain = window is not None and not self.sees(window, 0) and (window == 1 or self.sees(window, 1))
-        return is_causal and is_plain, window
+            window = None
+        else:
+            is_causal &= window is not None and not self.sees(window, 0) and (window == 1 or self.sees(window, 1))
+        return Visible(is_causal, window, not of_packed.sees(_FIRST + 1, _FIRST - 1))
 
 
 def visible_tokens(lm: PreTrainedModel) -> list[Visible] | None:
@@ -474,10 +474,7 @@ def visible_tokens(lm: PreTrainedModel) -> list[Visible] | None:
     packed = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
     try:
         alone, together = _masks(lm, torch.arange(_FIRST + _SECOND)), _masks(lm, packed)
-        return [
-            Visible(*mask.shape(), not of_packed.sees(_FIRST + 1, _FIRST - 1))
-            for mask, of_packed in zip(alone, together, strict=True)
-        ]
+        return [mask.visible(of_packed) for mask, of_packed in zip(alone, together, strict=True)]
     except Exception:  # the code of a model may need more than it gets here
         return None
 
@@ -526,9 +523,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.forward = before
 
 
-def _record(*_: Any, mask_function: Callable[..., Any], local_size: int | None = None, **__: Any) -> Any:
-    return _Mask(mask_function, local_size)
-
-
-ALL_MASK_ATTENTION_FUNCTIONS.register(_RECORDED, _record)
+ALL_MASK_ATTENTION_FUNCTIONS.register(
+    _RECORDED, lambda *_, mask_function, local_size=None, **__: _Mask(mask_function, local_size)
+)
 ALL_ATTENTION_FUNCTIONS.register(_RECORDED, packed_attention)  # no block runs while its mask is asked for

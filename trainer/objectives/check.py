@@ -19,14 +19,7 @@ from trainer.config.fields import Constraint
 from trainer.config.rules import check_group_size
 from trainer.config.schema import Config
 from trainer.errors import UserError
-from trainer.import_utils import (
-    default_of,
-    is_import_path,
-    options_of,
-    parameter_names,
-    takes_any_option,
-    user_code,
-)
+from trainer.import_utils import default_of, is_import_path, options_of, parameter_names, takes_any_option, user_code
 
 _NOT_FOR_USERS = {"eps", "totals"}.union(*keys.INPUTS.values())  # the caller passes them, or they are fixed
 _OF_THE_TRAINER = {"loss", "grad_norm", "lr"}  # metrics of an update that no loss may name

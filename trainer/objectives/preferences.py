@@ -84,8 +84,7 @@ class DPO(Preference):
         has_reference = "reference" in self.roles
         gains = logprobs - mb["ref_logprobs"] if has_reference else logprobs
         ratios = LogRatios(
-            *pairs.split(masked(gains, mask).sum(dim=1)),
-            *(count.clamp(min=1) for count in pairs.split(tokens)),
+            *pairs.split(masked(gains, mask).sum(dim=1)), *(count.clamp(min=1) for count in pairs.split(tokens))
         )
         loss = self._losses(ratios).sum() / totals.pairs
         of_answers = masked(logprobs, mask).sum(dim=1)

@@ -77,11 +77,7 @@ def count_shared_tokens(batch: Batch) -> np.ndarray:
 
 
 def take_rows(
-    batch: Batch,
-    rows: Sequence[int],
-    device: str,
-    cp: AxisGroup | None = None,
-    shared: np.ndarray | None = None,
+    batch: Batch, rows: Sequence[int], device: str, cp: AxisGroup | None = None, shared: np.ndarray | None = None
 ) -> MicroBatch:
     """Return the micro-batch of these rows on `device`. Of no rows: one row whose float arrays, masks included, are
     zero.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from trainer.errors import NonFiniteError, UserError
 from trainer.files.documents import is_count, parse_object
 from trainer.models.attention import can_pack, can_share_prefixes, quadratic_cost
 from trainer.models.export_weights import write_safetensors
-from trainer.models.lora import adapter_config, adapter_tensors
+from trainer.models.logprobs import token_logprobs
+from trainer.models.lora import adapter_config, adapter_tensors, disabled_adapters
 from trainer.objectives.base import GROUP, LossResult, Objective, Outputs
 from trainer.parallel.batching import MicroBatch, RankUpdate, take_rows
 from trainer.parallel.load_balancing import Limits, MiniBatch, Share
@@ -87,6 +89,13 @@ class ModelWorker:
         """Return the number of parameters, and the number of trained parameters. Not a collective."""
         parameters = list(self.module.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+    def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
+        with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
+            return self.map_rows(share, lambda mb: self.token_logprobs(mb, self.objective.temperature))
+
+    def token_logprobs(self, mb: MicroBatch, temperature: float) -> Tensor:
+        return token_logprobs(self.module, mb.input_ids, mb.packing, temperature, mb.arrays.get("mask"))
 
     def values(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
         return self.map_rows(share, lambda mb: self.module(mb.input_ids, mb.packing))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from trainer.config.algorithm import TEACHER_TOP
 from trainer.errors import LogprobMismatchError
 from trainer.files.shared_memory import SharedDirectory, check_free_space
 from trainer.models import export_weights
-from trainer.models.logprobs import Distributions, distributions, token_logprobs, token_scores
-from trainer.models.lora import disabled_adapters
+from trainer.models.logprobs import Distributions, distributions, token_scores
 from trainer.models.online_softmax import LikeliestTokens
 from trainer.models.weight_deltas import WeightsDigest
 from trainer.objectives.base import LossResult, Outputs
@@ -55,9 +53,6 @@ class PolicyWorker(TrainedWorker):
         compares = cfg.task.generates and self.objective.temperature == cfg.rollout.temperature
         self._logprob_limit = cfg.rollout.logprob_limit(dtype, self.device) if compares else None
         self._largest_difference: float | None = None  # of the means of earlier steps; None: there is none
-
-    def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        return self.map_rows(share, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
 
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         needed, settings = self.objective.entropy(mb), self.objective.divergence
@@ -171,7 +166,7 @@ class PolicyWorker(TrainedWorker):
     def is_likeliest(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
         """Return 1 for each token that is the likeliest one after those before it, of this rank's rows of a batch. It
         is 1, too, where the mask is 0 (see `ModelWorker.map_rows`). If two tokens are equally likely, it is 0."""
-        return self.map_rows(share, lambda mb: (_token_logprobs(self.module, mb, _COLD) > math.log(0.6)).float())
+        return self.map_rows(share, lambda mb: (self.token_logprobs(mb, _COLD) > math.log(0.6)).float())
 
     # ---------------------------------------------------------------------------------------------------
     # Weights for engines
@@ -228,10 +223,6 @@ class FrozenWorker(ModelWorker):
             self.module.requires_grad_(False)
             self.module.eval()
 
-    def logprobs(self, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        with disabled_adapters(self.module) if self.spec.is_policy_base else nullcontext():
-            return self.map_rows(share, lambda mb: _token_logprobs(self.module, mb, self.objective.temperature))
-
     def distributions(self, mb: MicroBatch, mask: Tensor) -> Distributions:
         """Return the distributions over the vocabulary where `mask` is 1. The head's weight stays gathered."""
         assert self.objective.divergence is not None and isinstance(self.module, FSDPModule)
@@ -246,7 +237,3 @@ class FrozenWorker(ModelWorker):
         tensors = export_weights.export_tensors(self.module)
         for name, tensor in export_weights.merged_tensors(self.policy):
             tensors[name].copy_(tensor)
-
-
-def _token_logprobs(module: nn.Module, mb: MicroBatch, temperature: float) -> Tensor:
-    return token_logprobs(module, mb.input_ids, mb.packing, temperature, mb.arrays.get("mask"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -28,12 +29,12 @@ from trainer.process import time_limits
 from trainer.seeding import derive_seed
 from trainer.workers.async_saver import AsyncSaver
 from trainer.workers.base import SHARDING_FILE, CriticWorker, ModelWorker, TrainedWorker
-from trainer.workers.gpu_memory import engine_problem, rank_problem
 from trainer.workers.host_memory import HostMemory
 from trainer.workers.policy import FrozenWorker, PolicyWorker
 
 _TRAINED: dict[str, type[TrainedWorker]] = {LM: PolicyWorker, VALUE: CriticWorker, SCORE: CriticWorker}
 _WITH_OPTIMIZER = ("update", "load")  # methods of workers that need the states of the optimizers
+_NEXT_OFFLOAD = {"none": "optimizer", "optimizer": "all"}
 
 
 class Rank:
@@ -50,9 +51,9 @@ class Rank:
         self.device = device
         self.roles: dict[str, ModelWorker] = {}
         self._empty: set[str] = set()  # roles whose weights `load` has yet to bring
-        self.objective: Objective
-        self.layout: Layout | None = None
-        self.saver: AsyncSaver | None = None
+        self.layout: Layout  # since `connect`
+        self.saver: AsyncSaver
+        self.objective: Objective  # since `build`
         self._host_memory: dict[str, HostMemory] = {}
         self._has_updated = False  # NCCL, kernels and their workspaces have taken their memory
         self._engine_has_fit = False  # beside this rank at its full size
@@ -86,7 +87,6 @@ class Rank:
         Returns:
             by the key and the path of each model: what differs (see `Verdict.problem`), and what was not compared.
         """
-        assert self.layout is not None and self.saver is not None, "connect first"
         path = resolve_model_path(model_path)
         self.objective = make_objective(self.cfg)
         found: dict[str, tuple[str | None, list[str]]] = {}
@@ -138,7 +138,6 @@ class Rank:
         return self.call(role, "update", share, step, totals, numbers)
 
     def _share(self, role: str, batch: Batch, mini_batches: Sequence[np.ndarray], keeps_groups: bool = False) -> Share:
-        assert self.layout is not None, "connect first"
         index, limits = self.roles[role].limits()
         return divide(batch, mini_batches, limits, self.layout.dp_size, keeps_groups)[index]
 
@@ -151,7 +150,6 @@ class Rank:
 
     def begin_save(self, roles: list[str], files: Any) -> None:
         """Take a snapshot of the state of `roles`, and write it through `files` on a thread."""
-        assert self.saver is not None, "connect first"
         self._onload([role for role in roles if not self._is_away(role)], optimizer=True)
         workers = {role: self.roles[role] for role in roles}
         self.saver.begin(
@@ -162,7 +160,6 @@ class Rank:
 
     def finish_save(self) -> list[dict]:
         """Wait for the save to end; returns the files that this rank wrote. Other methods may run meanwhile."""
-        assert self.saver is not None, "connect first"
         return self.saver.finish()
 
     def ask(self, value: Any, method: str, *args: Any) -> Any:
@@ -171,7 +168,6 @@ class Rank:
 
     def pop_stall_seconds(self) -> float:
         """Return the seconds that optimizer steps have waited for a save since the last call."""
-        assert self.saver is not None, "connect first"
         return self.saver.pop_stall_seconds()
 
     def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None:
@@ -215,7 +211,6 @@ class Rank:
     def _offload(self, roles: Collection[str]) -> None:
         if self.cfg.trainer.offload == "none" or not roles:
             return
-        assert self.saver is not None, "connect first"
         self.saver.wait_until_staged()
         for role in roles:
             worker = self.roles[role]
@@ -247,7 +242,6 @@ class Rank:
         return all_of_it and memory is not None and memory.offloaded_bytes() > 0
 
     def _before_change(self, role: str) -> None:
-        assert self.saver is not None
         self.saver.before_change(role)
         if role in self._host_memory:
             self._host_memory[role].forget()
@@ -267,3 +261,36 @@ class Rank:
 
     def device_name(self) -> str:
         return torch.cuda.get_device_name() if self.device == "cuda" else self.device
+
+
+def engine_problem(needed: int, growth: int, free: int, total: int, cfg: Config) -> str | None:
+    """Return why an engine that takes `needed` bytes cannot wake up beside a rank that will take `growth` bytes
+    meanwhile, in one sentence; None: it can. `free` and `total` are bytes of the GPU, as the driver counts them for all
+    processes."""
+    shortage = needed + growth - free
+    if shortage <= 0:
+        return None
+    taken = f", of which the optimizer will take {_gb(growth)}" if growth else ""
+    share, offload = cfg.rollout.gpu_memory_utilization, _NEXT_OFFLOAD.get(cfg.trainer.offload)
+    lower = math.floor(100 * (share - shortage / total)) / 100
+    remedies = [f"lower rollout.gpu_memory_utilization={share:g} to {lower:g} (vLLM)"] if lower > 0 else []
+    remedies += [f"set trainer.offload={offload}"] if offload else []
+    remedies += ["use more GPUs"]
+    return (
+        f"rollout.colocate=true: an engine needs {_gb(needed)} of a GPU to wake up, but of {_gb(total)} only "
+        f"{_gb(free)} are free beside the rank{taken}; {', or '.join(remedies)}"
+    )
+
+
+def rank_problem(needed: int, free: int, cfg: Config) -> str | None:
+    """Return why a rank cannot take back `needed` bytes of which `free` are free, in one sentence; None: it can."""
+    if needed <= free:
+        return None
+    return (
+        f"trainer.offload={cfg.trainer.offload}: a rank needs {_gb(needed)} of its GPU for what it has moved to host "
+        f"memory, but only {_gb(free)} are free; end other programs on this GPU, or use more GPUs"
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -11,8 +11,7 @@ from tests.support.training import config, make_batch, update
 from trainer.config import Config, FSDPConfig
 from trainer.errors import UserError, WorkerError
 from trainer.models.tiny import TinyShape, build_tiny
-from trainer.workers.gpu_memory import engine_problem, rank_problem
-from trainer.workers.rank import Rank
+from trainer.workers.rank import Rank, engine_problem, rank_problem
 
 GB = 10**9
 FREE, TOTAL = 50 * GB, 80 * GB
