@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.config import LM, SCORE, FSDPConfig, ModelConfig, RoleSpec
+from trainer.config import LM, SCORE, Config, FSDPConfig, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.hf_hub import first_line
 from trainer.models.attention import PACKED, is_stateful, packing_arguments, set_attention
@@ -77,16 +77,7 @@ class CriticModel(nn.Module):
         return rows.clone()  # no view: what changes one in place would drop FSDP's hook before the backward
 
 
-def load_model(
-    model: ModelConfig,
-    path: str,
-    layout: Layout,
-    spec: RoleSpec,
-    seed: int = 0,
-    pack: bool = True,
-    longest: int | None = None,
-    fill: bool = True,
-) -> nn.Module:
+def load_model(cfg: Config, path: str, layout: Layout, spec: RoleSpec, fill: bool = True) -> nn.Module:
     """Load the model of a role from the local directory `path`, split over the axes of `layout`. A collective.
 
     Without the head of a language model, it has the same backbone with a value head. A score head is that of the files
@@ -97,28 +88,24 @@ def load_model(
 
     Args:
         spec: the model's role: its head, whether it is trained, its adapters, and its sharding.
-        seed: seed of the adapters' initial values.
-        pack: `trainer.pack`.
-        longest: most tokens of a sequence. None: the model knows the positions of all.
         fill: read the weights. Else they are undefined until a checkpoint is loaded that has all of them.
     """
-    config = load_trained_config(model, path, spec.path_key, longest)
-    check_head(config, spec, path, model.trust_remote_code)
-    module, backbone = empty_module(model, config, layout.sizes, spec, pack)
-    if longest is not None:
-        check_position_table(module, longest, f"{spec.path_key}={path}")
+    config = load_trained_config(cfg.model, path, spec.path_key, cfg.longest_row)
+    check_head(config, spec, path, cfg.model.trust_remote_code)
+    module, backbone = empty_module(cfg, config, layout.sizes, spec)
+    check_position_table(module, cfg.longest_row, f"{spec.path_key}={path}")
     _shard(module, backbone, layout, spec)
     if fill:
-        _fill(module, model, path, spec, seed)
+        _fill(module, cfg, path, spec)
     return module
 
 
 def empty_module(
-    model: ModelConfig, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec, pack: bool = True
+    cfg: Config, config: PretrainedConfig, sizes: Mapping[str, int], spec: RoleSpec
 ) -> tuple[nn.Module, str]:
     """Return the model of a role on the meta device, with its adapters, before it is split over axes of these sizes:
     a causal LM, or the same backbone with a value head; and the name of the backbone."""
-    lm = _build(model, without_noise(config), spec.path_key)
+    lm, pack = _build(cfg.model, without_noise(config), spec.path_key), cfg.trainer.pack
     lm.tie_weights()  # again, because moving parameters to the meta device one by one broke the tie
     # What the class freezes, such as biases that select experts, becomes a persistent buffer: no role trains it, and it
     # is small. A buffer is float32 in the forward pass, too: FSDP casts only parameters.
@@ -129,7 +116,7 @@ def empty_module(
             delattr(owner, leaf)
             owner.register_buffer(leaf, torch.zeros(parameter.shape, dtype=parameter.dtype))
     _leave_training_mode(lm)
-    set_attention(lm, model.attn_implementation, pack)
+    set_attention(lm, cfg.model.attn_implementation, pack)
     if sizes["cp"] > 1 and lm.config._attn_implementation != PACKED:
         reason = f"{type(lm).__name__} needs all tokens on one rank" if pack else "trainer.pack=false keeps rows whole"
         refuse_axis("cp", sizes["cp"], reason)
@@ -236,12 +223,12 @@ def _shard(module: nn.Module, backbone: str, layout: Layout, spec: RoleSpec) -> 
             module.get_submodule(parent)._buffers[leaf] = buffer.to(device)
 
 
-def _fill(module: nn.Module, model: ModelConfig, path: str, spec: RoleSpec, seed: int) -> None:
+def _fill(module: nn.Module, cfg: Config, path: str, spec: RoleSpec) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith(VALUE_HEAD):  # the initial values are 0 on any number of ranks
                 parameter.zero_()
-    initialise_adapters(module, seed)
+    initialise_adapters(module, cfg.trainer.seed)
     try:
         found = weight_shapes(path)
     except ValueError as error:
@@ -262,7 +249,7 @@ def _fill(module: nn.Module, model: ModelConfig, path: str, spec: RoleSpec, seed
         reader.fs.ls = lambda _: files  # type: ignore[method-assign]
         dcp.load(state, storage_reader=reader)
     else:
-        _scatter_from_rank0(module, model, path, spec.path_key, names)
+        _scatter_from_rank0(module, cfg.model, path, spec.path_key, names)
 
 
 def _names_in_files(module: nn.Module, has_score: bool) -> dict[str, str]:

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import trainer
-from trainer.config import LM, ModelConfig, RoleSpec
+from trainer.config import LM, Config, ModelConfig, RoleSpec
 from trainer.errors import UserError, describe_error, one_line
 from trainer.files.atomic_io import digest_bytes, digest_file, write_file
 from trainer.models.attention import PACKED, can_pack
@@ -76,16 +76,16 @@ def read_verdict(file: str) -> Verdict | None:
         return None
 
 
-def verdict_file(
-    model: ModelConfig, path: str, sizes: Mapping[str, int], spec: RoleSpec, pack: bool, longest: int | None
-) -> str:
+def verdict_file(cfg: Config, path: str, sizes: Mapping[str, int], spec: RoleSpec) -> str:
     """Return the name of the file of a verdict: a digest of all that it depends on, and of our own code."""
+    model = cfg.model
     with os.scandir(path) as entries:
         files = [(e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries if e.is_file()]
     parts = [
         digest_file(os.path.join(path, "config.json")),
         *sorted(files),
-        *(model.attn_implementation, model.trust_remote_code, pack, longest, spec.head, spec.has_adapters),
+        *(model.attn_implementation, model.trust_remote_code, cfg.trainer.pack, cfg.longest_row),
+        *(spec.head, spec.has_adapters),
         sorted((name, size > 1) for name, size in sizes.items()),
         *(version("torch"), version("transformers"), _code()),
     ]
@@ -100,25 +100,17 @@ def _code() -> str:
     return digest_bytes(" ".join(map(digest_file, files)).encode())
 
 
-def check_model(
-    model: ModelConfig,
-    module: nn.Module,
-    path: str,
-    layout: Layout,
-    spec: RoleSpec,
-    pack: bool = True,
-    longest: int | None = None,
-) -> Verdict:
+def check_model(cfg: Config, module: nn.Module, path: str, layout: Layout, spec: RoleSpec) -> Verdict:
     """Compare `module`, as `load_model` has loaded it, with its own class. A collective. Random states do not change.
     UserError: they differ, and `model.check` is `refuse`."""
-    file = verdict_file(model, path, layout.sizes, spec, pack, longest)
+    file = verdict_file(cfg, path, layout.sizes, spec)
     verdict = _everywhere(lambda: read_verdict(file))
     if verdict is None:
         with torch.random.fork_rng(devices=[]), _quiet():
-            verdict = _compare(model, module, path, spec, pack, longest)
+            verdict = _compare(cfg, module, path, spec)
         if layout.is_main_rank:
             keep_verdict(file, verdict)
-    if verdict.problem and model.check == "refuse":
+    if verdict.problem and cfg.model.check == "refuse":
         raise UserError(f"{spec.path_key}={path}: {verdict.problem}; model.check=accept trains it nevertheless")
     return verdict
 
@@ -130,11 +122,9 @@ def _everywhere(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _compare(
-    model: ModelConfig, module: nn.Module, path: str, spec: RoleSpec, pack: bool, longest: int | None
-) -> Verdict:
-    config = load_trained_config(model, path, spec.path_key, longest)
-    ids = _ids_of(config, longest)
+def _compare(cfg: Config, module: nn.Module, path: str, spec: RoleSpec) -> Verdict:
+    config = load_trained_config(cfg.model, path, spec.path_key, cfg.longest_row)
+    ids = _ids_of(config, cfg.longest_row)
     verdict = Verdict()
     own: PreTrainedModel | None = None
 
@@ -154,7 +144,7 @@ def _compare(
 
     def load() -> dict[str, torch.Size]:
         nonlocal own
-        own, unread, verdict.not_compared = _first_layers(model, config, module, path, spec)
+        own, unread, verdict.not_compared = _first_layers(cfg.model, config, module, path, spec)
         if own is None:
             return {}
         verdict.problem, outside = _split_unread(own, unread)
@@ -164,11 +154,11 @@ def _compare(
     def judge() -> None:
         assert own is not None
         verdict.problem = verdict.problem or different or _lost_in_export(own)
-        if model.attn_implementation == "flash_attention_2":
+        if cfg.model.attn_implementation == "flash_attention_2":
             verdict.not_compared.append("the passes, because flash-attn computes on GPUs in half precision alone")
         elif verdict.problem is None:  # a part of the model as ranks build it, with the weights of `own`
             role = RoleSpec(spec.name, path_key=spec.path_key)
-            subject, _ = empty_module(model, own.config, {"cp": 1, "tp": 1}, role, pack)
+            subject, _ = empty_module(cfg, own.config, {"cp": 1, "tp": 1}, role)
             subject.load_state_dict(own.state_dict(), assign=True, strict=False)
             subject.tie_weights()
             verdict.problem = _judge(subject, own, ids)
@@ -180,7 +170,7 @@ def _compare(
     return _everywhere(lambda: verdict)
 
 
-def _ids_of(config: PretrainedConfig, longest: int | None) -> list[Tensor]:
+def _ids_of(config: PretrainedConfig, longest: int) -> list[Tensor]:
     text = config.get_text_config()
     window = _window(text) or 0
     most = min(one for one in (getattr(text, "max_position_embeddings", None), longest, 2 * _WINDOW) if one)

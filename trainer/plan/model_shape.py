@@ -217,7 +217,7 @@ def refusing(cfg: Config, role: RoleSpec, config: PretrainedConfig) -> Iterator[
 def empty_module(cfg: Config, role: RoleSpec, config: PretrainedConfig, sizes: Sizes) -> tuple[nn.Module, str]:
     """Return the model of a role on the meta device, as ranks build it before it is split; and its backbone's name."""
     with no_init_weights():  # there are none, and going through all modules takes most of the time
-        return loading.empty_module(cfg.model, config, sizes, role, cfg.trainer.pack)
+        return loading.empty_module(cfg, config, sizes, role)
 
 
 def forward_dtype(role: RoleSpec, device: str) -> torch.dtype:

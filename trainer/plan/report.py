@@ -222,8 +222,7 @@ def notes(cfg: Config, plan: Plan) -> list[str]:
         path = role.path or cfg.model.path
         if path is None or path in checked or not os.path.isdir(path):
             continue
-        file = verdict_file(cfg.model, path, sizes, role, cfg.trainer.pack, cfg.longest_row)
-        if (known := read_verdict(file)) is not None:
+        if (known := read_verdict(verdict_file(cfg, path, sizes, role))) is not None:
             said = known.problem or "an earlier start has compared it with its own class, and nothing differs"
             checked[path] = f"{role.path_key}={path}: {said}"
     return [*found, *checked.values()]

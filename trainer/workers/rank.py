@@ -91,17 +91,16 @@ class Rank:
         self.objective = make_objective(self.cfg)
         found: dict[str, tuple[str | None, list[str]]] = {}
         compared: set[str] = set()
-        model, t, longest = self.cfg.model, self.cfg.trainer, self.cfg.longest_row
         for spec in roles:
             of_role = resolve_model_path(spec.path, spec.path_key) if spec.path else path
             fill = not (restores and spec.saved) or spec.has_adapters
             if spec.is_policy_base:  # the policy without its adapters
                 module = self.roles["policy"].module
             else:
-                module = load_model(model, of_role, self.layout, spec, t.seed, t.pack, longest, fill)
+                module = load_model(self.cfg, of_role, self.layout, spec, fill)
             self._empty |= set() if fill else {spec.name}
             if fill and of_role not in compared:  # other roles with the same weights have the same backbone
-                verdict = check_model(model, module, of_role, self.layout, spec, t.pack, longest)
+                verdict = check_model(self.cfg, module, of_role, self.layout, spec)
                 compared.add(of_role)
                 found[f"{spec.path_key}={of_role}"] = verdict.problem, verdict.not_compared
             given = spec, module, self.layout, self.objective, partial(self._before_change, spec.name)

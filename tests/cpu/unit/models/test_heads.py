@@ -19,7 +19,7 @@ from tests.support.runs import OpenRun, configured
 from tests.support.saved_policy import SavedPolicy
 from tests.support.tables import table
 from trainer.checkpoint.components import json_component
-from trainer.config import LM, SCORE, VALUE, Config, ModelConfig, RoleSpec, policy_role
+from trainer.config import LM, SCORE, VALUE, Config, RoleSpec, policy_role
 from trainer.errors import UserError
 from trainer.evaluate.job import _weights
 from trainer.evaluate.subject import Subject, find_subject
@@ -47,8 +47,8 @@ def train(rank: Rank, paths: dict[str, str], out: str) -> dict[str, Any]:
     """Give each model a head, and write it; return the scores, the head of a task that starts from it, and refusals."""
     found = {}
     for name, path in paths.items():
-        model, export_path = ModelConfig(path=path), f"{out}/{name}"
-        module = load_model(model, path, rank.layout, policy(SCORE, rank.cfg))
+        export_path = f"{out}/{name}"
+        module = load_model(rank.cfg, path, rank.layout, policy(SCORE, rank.cfg))
         assert not module.value_head.weight.full_tensor().any(), "it starts at 0 where the files have none"
         with torch.no_grad():
             module.value_head.weight.fill_(0.5)
@@ -58,11 +58,11 @@ def train(rank: Rank, paths: dict[str, str], out: str) -> dict[str, Any]:
         config = json.loads(Path(path, "config.json").read_text())
         fields = classifier_fields(module.config, Tokenizer(), "model.path", False)
         write_files(export_path, {"config.json": json.dumps(config | fields).encode()})
-        again = load_model(ModelConfig(path=export_path), export_path, rank.layout, policy(SCORE, rank.cfg))
+        again = load_model(rank.cfg, export_path, rank.layout, policy(SCORE, rank.cfg))
         with torch.no_grad():
             rescored = again(IDS, Packing(LENGTHS, "cpu"))
         try:
-            load_model(ModelConfig(path=export_path), export_path, rank.layout, policy(LM, rank.cfg))
+            load_model(rank.cfg, export_path, rank.layout, policy(LM, rank.cfg))
             refusal = ""
         except UserError as error:
             refusal = str(error)

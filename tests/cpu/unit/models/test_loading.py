@@ -28,7 +28,7 @@ from transformers import (
 from tests.support.architectures import SHAPE, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
 from tests.support.tables import table
-from trainer.config import LM, SCORE, Config, FSDPConfig, LoraConfig, ModelConfig, RoleSpec, critic_role, policy_role
+from trainer.config import LM, SCORE, Config, FSDPConfig, LoraConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import UserError
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import _leave_training_mode, empty_module, load_model
@@ -52,10 +52,9 @@ def full(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load(rank: Rank, path: str) -> dict[str, Any]:
-    model = ModelConfig(path=path)
-    policy = load_model(model, path, rank.layout, policy_role(rank.cfg))
-    critic = load_model(model, path, rank.layout, critic_role(rank.cfg))
-    frozen = load_model(model, path, rank.layout, RoleSpec("judge", head=SCORE, path_key="judge"))
+    policy = load_model(rank.cfg, path, rank.layout, policy_role(rank.cfg))
+    critic = load_model(rank.cfg, path, rank.layout, critic_role(rank.cfg))
+    frozen = load_model(rank.cfg, path, rank.layout, RoleSpec("judge", head=SCORE, path_key="judge"))
     return {
         "policy": full(policy),
         "critic": full(critic),
@@ -71,7 +70,7 @@ def load(rank: Rank, path: str) -> dict[str, Any]:
 
 def refusal(rank: Rank, path: str) -> str:
     try:
-        load_model(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg))
+        load_model(rank.cfg, path, rank.layout, policy_role(rank.cfg))
     except UserError as error:
         return str(error)
     return ""
@@ -99,13 +98,13 @@ def test_weights_are_those_of_the_files_and_the_head_of_a_critic_starts_at_0(pat
 
 def load_all(rank: Rank, path: str) -> list[dict[str, torch.Tensor]]:
     """Return what each role has of the state of the model in `path`, by the names in its files."""
-    model, lora = ModelConfig(path=path), policy_role(rank.cfg)
+    lora = policy_role(rank.cfg)
     lora = dataclasses.replace(lora, lora=LoraConfig(rank=2, target_modules=["o_proj"]))
     offloaded = dataclasses.replace(policy_role(rank.cfg), sharding=FSDPConfig(cpu_offload=True))
     frozen = RoleSpec("judge", head=LM, path_key="judge")
     states = []
     for spec in (policy_role(rank.cfg), lora, offloaded, frozen, critic_role(rank.cfg)):
-        module = load_model(model, path, rank.layout, spec)
+        module = load_model(rank.cfg, path, rank.layout, spec)
         state = {hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
         state = {name: tensor for name, tensor in state.items() if name not in (None, "value_head.weight")}
         states.append({name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()})
@@ -136,7 +135,7 @@ def test_a_model_in_another_format_is_loaded_on_rank_0_and_scattered(path):
 
 
 def load_policy(rank: Rank, path: str) -> dict[str, torch.Tensor]:
-    return full(load_model(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg)))
+    return full(load_model(rank.cfg, path, rank.layout, policy_role(rank.cfg)))
 
 
 def refusals(rank: Rank, paths: list[str]) -> list[str]:
@@ -186,7 +185,7 @@ def test_log_probs_are_free_of_noise_and_equal_those_of_the_class(name):
     """Old and new log-probs of the same weights must be equal, also where training mode means random experts."""
     config = NOISY[name]
     before = config.to_dict()
-    lm, _ = empty_module(ModelConfig(), config, {"cp": 1, "tp": 1}, policy_role(Config()))
+    lm, _ = empty_module(Config(), config, {"cp": 1, "tp": 1}, policy_role(Config()))
     assert config.to_dict() == before, "the config of the files is not changed"
     plain = random_model(config, "eager").eval()
     lm.load_state_dict(plain.state_dict(), assign=True)
@@ -304,7 +303,7 @@ def load_each(rank: Rank, paths: list[str]) -> list[Weights | str]:
     results: list[Weights | str] = []
     for path in paths:
         try:
-            module = load_model(ModelConfig(path=path), path, rank.layout, policy_role(rank.cfg))
+            module = load_model(rank.cfg, path, rank.layout, policy_role(rank.cfg))
             results.append({name: tensor.full_tensor() for name, tensor in module.state_dict().items()})
         except UserError as error:
             results.append(str(error))
@@ -336,7 +335,7 @@ def test_a_critic_needs_no_head_of_a_language_model(path):
 
 
 def load_critic(rank: Rank, path: str) -> Weights:
-    return full(load_model(ModelConfig(path=path), path, rank.layout, critic_role(rank.cfg)))
+    return full(load_model(rank.cfg, path, rank.layout, critic_role(rank.cfg)))
 
 
 def test_a_run_as_a_model_leads_to_its_newest_export(tmp_path):

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -141,11 +142,12 @@ FAULTS: dict[str, tuple[str, str, list[Any], Callable[[nn.Module], None] | None,
 def checked(rank: Rank, path: str, attn: str = "sdpa", change: Any = None, spec: RoleSpec | None = None, **keys: Any):
     """The verdict on a model, or the refusal."""
     model, spec = ModelConfig(path=path, attn_implementation=attn, **keys), spec or policy_role(rank.cfg)
-    module = load_model(model, path, rank.layout, spec)
+    cfg = replace(rank.cfg, model=model)
+    module = load_model(cfg, path, rank.layout, spec)
     if change is not None:
         change(module)
     try:
-        return check_model(model, module, path, rank.layout, spec)
+        return check_model(cfg, module, path, rank.layout, spec)
     except UserError as error:
         return str(error)
 

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwe
 
 from tests.support.architectures import ARCHITECTURES, SHAPE
 from tests.support.tables import table
-from trainer.config import TASKS, Config, ModelConfig, RoleSpec, policy_role
+from trainer.config import TASKS, Config, ModelConfig, RoleSpec, TrainerConfig, policy_role
 from trainer.config.tasks import find_task
 from trainer.errors import UserError
 from trainer.models.checks import check_axes, check_model_axes
@@ -132,9 +132,9 @@ def test_an_attention_that_a_model_lacks_is_refused_unless_it_is_the_default():
     """gpt_oss has eager attention alone, and packed rows. Transformers writes several sentences; the first is shown."""
     config = GptOssConfig(num_hidden_layers=1, hidden_size=64, num_local_experts=2, vocab_size=99)
     sizes, role = {"cp": 1, "tp": 1}, policy_role(Config())
-    lm, _ = empty_module(ModelConfig(), config, sizes, role)
+    lm, _ = empty_module(Config(), config, sizes, role)
     assert lm.config._attn_implementation == "packed"
-    alone, _ = empty_module(ModelConfig(), config, sizes, role, pack=False)
+    alone, _ = empty_module(Config(trainer=TrainerConfig(pack=False)), config, sizes, role)
     assert alone.config._attn_implementation == "eager"
     with pytest.raises(UserError, match="^model.path: models of the type gpt_oss cannot be built with model.attn_impl"):
-        empty_module(ModelConfig(attn_implementation="flash_attention_2"), config, sizes, role)
+        empty_module(Config(model=ModelConfig(attn_implementation="flash_attention_2")), config, sizes, role)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from trainer.config import Config, ModelConfig, critic_role, policy_role
+from trainer.config import Config, ModelConfig, RolloutConfig, TrainerConfig, critic_role, policy_role
 from trainer.models import model_check
 from trainer.models.model_check import Verdict, keep_verdict, read_verdict, verdict_file
 
@@ -21,8 +21,13 @@ def directory(tmp_path):
 
 
 def file_of(directory, **changes) -> str:
-    values = {"model": ModelConfig(cache_dir="/cache"), "path": str(directory), "sizes": SIZES}
-    return verdict_file(**values | {"spec": policy_role(Config()), "pack": True, "longest": 64} | changes)
+    values = {"cfg": config(), "path": str(directory), "sizes": SIZES, "spec": policy_role(Config())}
+    return verdict_file(**values | changes)
+
+
+def config(pack: bool = True, longest: int = 64, **model) -> Config:
+    rollout = RolloutConfig(max_prompt_tokens=longest - 32, max_response_tokens=32)
+    return Config(model=ModelConfig(cache_dir="/cache", **model), trainer=TrainerConfig(pack=pack), rollout=rollout)
 
 
 def test_a_verdict_is_read_as_it_was_kept(tmp_path):
@@ -38,10 +43,10 @@ def test_what_a_verdict_depends_on_names_its_file(directory, monkeypatch):
     others = {
         file_of(directory, **one)
         for one in (
-            {"model": ModelConfig(cache_dir="/cache", attn_implementation="eager")},
+            {"cfg": config(attn_implementation="eager")},
             {"sizes": SIZES | {"tp": 2}},
-            {"pack": False},
-            {"longest": 65},
+            {"cfg": config(pack=False)},
+            {"cfg": config(longest=65)},
             {"spec": critic_role(Config())},
         )
     }

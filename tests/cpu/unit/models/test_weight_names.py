@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def write_and_stream(rank: Rank, paths: dict[str, Path], out: Path) -> dict[str,
     streamed = {}
     for name, path in paths.items():
         model = ModelConfig(path=str(path), attn_implementation="eager")
-        module = load_model(model, str(path), rank.layout, policy_role(rank.cfg))
+        module = load_model(replace(rank.cfg, model=model), str(path), rank.layout, policy_role(rank.cfg))
         write_safetensors(module, str(out / name), torch.float32)
         streamed[name] = {one: tensor.clone() for one, tensor in stream_tensors(module, torch.float32)}
         assert file_bytes(module, torch.float32) == (out / name / "model.safetensors").stat().st_size

@@ -72,7 +72,7 @@ def test_a_verdict_on_the_model_that_is_kept_is_named(cfg, node, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     assert not any(cfg.model.path in note for note in notes(cfg, plan))
     sizes = axis_sizes(cfg.trainer, cfg.trainer.num_workers)
-    file = verdict_file(cfg.model, cfg.model.path, sizes, cfg.roles[0], True, cfg.longest_row)
+    file = verdict_file(cfg, cfg.model.path, sizes, cfg.roles[0])
     for kept, said in (
         (Verdict(), "an earlier start has compared it"),
         (Verdict("its window differs"), "its window"),
