@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.algorithms import AdaptiveKL, FixedKL
 from trainer.cluster.worker_groups import Cluster
 from trainer.config import Config
 from trainer.episodes import Episode, Sample, TokenScores
@@ -40,6 +39,7 @@ class Learner:
         self.timer = timer
         self.cluster = cluster
         self.objective = make_objective(cfg)
+        self.kl, self.compares_completions = self.objective.kl, self.objective.compares_completions
         self.ranks = TrainWorkers(cfg, cluster)
         self.teachers = ServerTeachers(cfg)
         self._sources = sorted(cfg.data.mix) if any(one.source for one in (*cfg.roles, *cfg.servers)) else []
@@ -51,10 +51,6 @@ class Learner:
         """Of each sample that the last update trained on, if its rollouts are kept (`logger.keeps_rollouts`)."""
         self._shared = 0.0  # of the tokens of the policy's last update, those that were computed for another row
 
-    @property
-    def kl(self) -> FixedKL | AdaptiveKL:
-        return self.objective.kl
-
     def state_dict(self) -> dict[str, Any]:
         averages = self.objective.averages
         of_players = {} if averages is None else {_PLAYER_BASELINES: averages.state_dict()}
@@ -65,10 +61,6 @@ class Learner:
         self.kl.load_state_dict(state["kl_controller"])
         if self.objective.averages is not None:
             self.objective.averages.load_state_dict(state.get(_PLAYER_BASELINES, {}))
-
-    @property
-    def compares_completions(self) -> bool:
-        return self.objective.compares_completions
 
     def begin_build(self, model_path: str) -> None:
         """Begin to do what `build` does with the same path, if the driver need not wait for the ranks to begin it."""

@@ -46,6 +46,9 @@ class PolicyGradient(Objective):
             self.kl = algorithms.FixedKL(a.kl_coef)
         self.temperature = cfg.rollout.temperature
         self.divergence = a.vocabulary_divergence
+        self._uses_rollout_logprobs = a.old_logprobs == "rollout"  # for those of the old policy
+        # Every loss gets the old log-probs, so only an estimator names them.
+        self._estimator_reads_old_logprobs = "old_logprobs" in a.reads
         self.unit = GROUP if "group_ids" in a.reads else ROW
         self.losses: dict[str, Callable[..., LossResult]] = {"policy": self._policy_loss, "critic": self._value_loss}
         """The loss of each trained role. A subclass with further trained roles adds theirs."""
@@ -158,17 +161,8 @@ class PolicyGradient(Objective):
             scores["logprobs"] = batch.get("old_logprobs", 0) + (0 if logprobs is None else logprobs)
         return scores
 
-    @property
-    def _uses_rollout_logprobs(self) -> bool:
-        """The sampler's log-probs are taken for those of the old policy."""
-        return self.cfg.algorithm.old_logprobs == "rollout"
-
     def _correction(self, batch: Batch | MicroBatch) -> str | None:
         return correction_of(self.cfg, "is_stale" in batch)
-
-    @property
-    def _estimator_reads_old_logprobs(self) -> bool:
-        return "old_logprobs" in self.cfg.algorithm.reads  # every loss gets them, so only an estimator names them
 
     def _rows_to_score(self, batch: Batch, step: int) -> np.ndarray:
         """Return the rows whose old log-probs must be known before the update. The first optimizer step computes those

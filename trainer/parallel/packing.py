@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -57,30 +56,21 @@ class Gather(torch.autograd.Function):
         return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, indices, grads[0]), None
 
 
-@dataclass(frozen=True)
 class Bucket:
-    """Neighbouring sequences of similar length, which attention computes together."""
+    """Neighbouring sequences of similar length, which attention computes together.
 
-    lengths: tuple[int, ...]  # number of tokens of each sequence after the shared prefix
-    prefix_length: int = 0
-    """Number of tokens of the prefix that all sequences of the bucket share with their leader."""
+    Args:
+        lengths: number of tokens of each sequence after the shared prefix.
+        prefix_length: number of tokens of the prefix that all share with their leader.
+    """
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def keys(self) -> int:
-        """Number of tokens of the bucket's sequences, with prefixes."""
-        return sum(self.lengths) + len(self.lengths) * self.prefix_length
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def is_even(self) -> bool:
-        return min(self.lengths) == self.longest
+    def __init__(self, lengths: Sequence[int], prefix_length: int):
+        self.lengths = tuple(lengths)
+        self.prefix_length = prefix_length
+        self.tokens = sum(lengths)
+        self.keys = self.tokens + len(lengths) * prefix_length  # number of their tokens with prefixes
+        self.longest = max(lengths)
+        self.is_even = min(lengths) == self.longest
 
 
 class Packing:
@@ -189,10 +179,10 @@ class Packing:
             source = (leader, prefix) if prefix else (0, 0)
             low, high = min(low, length), max(high, length)
             if source != common or (high > _SHORT and low < _SIMILAR * high):
-                buckets.append(Bucket(tuple(group), common[1]))
+                buckets.append(Bucket(group, common[1]))
                 group, common, low, high = [], source, length, length
             group.append(length)
-        return [*buckets, Bucket(tuple(group), common[1])]
+        return [*buckets, Bucket(group, common[1])]
 
     @cached_property
     def bucket_indices(self) -> list[tuple[Tensor, Tensor]]:

@@ -59,6 +59,8 @@ class ModelWorker:
         self.shares_prompts = can_share_prefixes(module)
         self.quadratic = quadratic_cost(module)
         self.before_weights_change = before_weights_change
+        # The state of the generators. Ranks with the same rows draw the same, and DCP keeps one copy.
+        self._rng = f"rng_rank{layout.dp_rank}"
 
     def limits(self) -> tuple[int, Limits]:
         """Return the index of this rank's share of a batch, and what decides its micro-batches. Not a collective."""
@@ -144,11 +146,6 @@ class ModelWorker:
         rng = state.get(self._rng)
         if rng is not None:
             restore_rng(rng)
-
-    @property
-    def _rng(self) -> str:
-        """Name of the state of the generators. Ranks with the same rows draw the same, and DCP keeps one copy."""
-        return f"rng_rank{self.layout.dp_rank}"
 
     @property
     def has_frozen_weights(self) -> bool:
