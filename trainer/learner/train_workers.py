@@ -105,10 +105,7 @@ class TrainWorkers:
 
     def begin(self, model_path: str, restores: bool = False) -> Callable[[], None]:
         """Begin to form the process groups and to load the initial weights; what this returns waits for both.
-
-        Args:
-            restores: `load` follows for each saved role (see `Rank.build`).
-        """
+        `restores`: `load` follows for each saved role (see `Rank.build`)."""
         connected = self.policy.start("connect", self.cluster.rendezvous_address(self.policy))
         paths = {name: spec.path and resolve_model_path(spec.path, spec.path_key) for name, spec in self.roles.items()}
         specs = [dataclasses.replace(spec, path=paths[name]) for name, spec in self.roles.items()]

@@ -40,11 +40,8 @@ def check_trained_models(cfg: Config) -> None:
 
 
 def check_axes(cfg: Config, model_path: str) -> None:
-    """Raise a `UserError` if a model of a run cannot be split over the ranks as the config requires.
-
-    Args:
-        model_path: directory of the initial weights of the policy, and of each role without a path of its own.
-    """
+    """Raise a `UserError` if a model of a run cannot be split over the ranks as the config requires. `model_path`:
+    directory of the initial weights of the policy, and of each role without a path of its own."""
     if not any(size > 1 and name in PROBLEMS for name, size in axis_sizes(cfg.trainer).items()):
         return
     for role in {role.path_key: role for role in reversed(cfg.roles)}.values():

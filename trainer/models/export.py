@@ -55,10 +55,8 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
     """Return the files, by their paths in the directory, with these changes of config.json.
 
     They are copies, because a library that writes them again loses or refuses something: invalid generation configs,
-    modules of the model's own code, unknown fields. Code is among them if a config names it.
-
-    Raises:
-        UserError: a file cannot be read.
+    modules of the model's own code, unknown fields. Code is among them if a config names it. UserError: a file cannot
+    be read.
     """
     patterns = (*model_files.MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
 

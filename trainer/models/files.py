@@ -112,10 +112,8 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
     """Choose the factors of the rotations in `config` by the run's longest sequence, as vLLM does.
 
     transformers chooses LongRoPE's factors by the longest sequence of a batch, and stretches dynamic rotations by it:
-    the log-probs of a sequence would depend on the sequences that are computed with it.
-
-    Raises:
-        UserError: the rotations are dynamic, and a sequence of `longest` tokens would stretch them. It names `setting`.
+    the log-probs of a sequence would depend on the sequences that are computed with it. UserError: the rotations are
+    dynamic, and a sequence of `longest` tokens would stretch them. It names `setting`.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or longest
@@ -397,11 +395,8 @@ def tensors_in(file: str) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def weight_files(path: str) -> list[str]:
     """Return the safetensors files that hold the weights of the directory `path`, as transformers chooses them. One
-    file of the usual name goes before an index, even if the index names others. Empty: there is neither.
-
-    Raises:
-        OSError, ValueError: see `_files_of_index`.
-    """
+    file of the usual name goes before an index, even if the index names others. Empty: there is neither. OSError,
+    ValueError: see `_files_of_index`."""
     single, index = os.path.join(path, _SINGLE_FILE), os.path.join(path, _INDEX_IN_USE)
     if os.path.isfile(single):
         return [single]

@@ -106,11 +106,8 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _sums(z: Tensor, with_dot: bool, in_place: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the first three tensors of an `OnlineSoftmax`.
-
-    Args:
-        in_place: overwrite `z`. A compiled function does not, because it would write `z` to memory for that.
-    """
+    """Return the first three tensors of an `OnlineSoftmax`. `in_place`: overwrite `z`. A compiled function does not,
+    because it would write `z` to memory for that."""
     maximum = z.amax(dim=-1)
     z = torch.sub(z, maximum[:, None], out=z if in_place else None)
     _avoid_denormals(z)

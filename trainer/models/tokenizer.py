@@ -39,9 +39,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
     They are those that the tokenizer, the generation config or the model's config call end tokens, and those with which
     the chat template ends a reply. Chat models have several. Qwen, for example, has an end of turn and an end of text.
-
-    Raises:
-        UserError: the generation config is corrupt.
+    UserError: the generation config is corrupt.
     """
     stops = [tokenizer.eos_token_id, *_configured_stops(path, "generation_config.json")]
     stops += _configured_stops(path, "config.json") + _template_stops(tokenizer, str(tokenizer.chat_template))

@@ -22,11 +22,8 @@ _SAVES = "saves"  # the row of the timeline
 
 class AsyncSaver:
     """Runs at most one save at a time. It copies this rank's shards to host memory first (see `HostMemory`).
-    Construction is a collective.
-
-    Args:
-        device: device of the state; a state on `cuda` is copied to pinned memory, on a stream of its own.
-    """
+    Construction is a collective. `device`: device of the state; a state on `cuda` is copied to pinned memory, on a
+    stream of its own."""
 
     def __init__(self, device: str):
         self._group = dist.new_group(backend="gloo")  # so that the writers can communicate while the ranks train
