@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +71,7 @@ def token_scores(
     """
     where, targets = _targets(input_ids, packing, temperature, mask, entropy, teacher)
     scores, is_own = _of_own_slice(model, input_ids, packing, targets)
-    if packing.cp is not None:
+    if packing.cp is not None and is_own is not None:
         scores = tuple(
             None if own is None else packing.cp.all_reduce(own.new_zeros(is_own.shape).masked_scatter(is_own, own))
             for own in scores
@@ -109,12 +108,12 @@ def _targets(
 
 def _of_own_slice(
     model: nn.Module, input_ids: Tensor, packing: Packing, targets: Targets
-) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Return what `model` computes for the targets in this rank's slice of the row, and `(n,)`, which those are
-    (without such slices: empty)."""
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """Return what `model` computes for the targets in this rank's slice of the row, and `(n,)`, which those are; None:
+    this rank has the whole row."""
     arguments = packing_arguments(model.config, packing)
     if packing.cp is None:
-        return model(input_ids, targets, arguments), torch.empty(0)
+        return model(input_ids, targets, arguments), None
     local, indices = packing.local_slice, targets.indices
     is_own = (indices >= local.start) & (indices < local.stop)
     teacher = targets.teacher.select(is_own) if isinstance(targets.teacher, LikeliestTokens) else targets.teacher
@@ -458,6 +457,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 # What a model computes around its output layer
 
 
+@torch.no_grad()
 def find_head(lm: PreTrainedModel) -> Head | None:
     """Determine what `lm`, which may be on the meta device, computes from the logits of its output layer.
 
@@ -468,9 +468,8 @@ def find_head(lm: PreTrainedModel) -> Head | None:
     """
     layer = lm.get_output_embeddings()
     children = dict(lm.named_children())
-    names = [name for name, child in children.items() if child is layer]
-    prefix = lm.base_model_prefix
-    if not names or prefix not in children or type(layer) is not nn.Linear or layer.bias is not None:
+    backbone, is_child = children.get(lm.base_model_prefix), any(child is layer for child in children.values())
+    if not is_child or backbone is None or type(layer) is not nn.Linear or layer.bias is not None:
         return None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 3, layer.in_features, generator=generator)
@@ -478,10 +477,13 @@ def find_head(lm: PreTrainedModel) -> Head | None:
     inputs: list[Tensor] = []
     # A mixture of experts reads the `router_logits` of its backbone.
     states = MoeModelOutputWithPast(last_hidden_state=hidden.clone())
+
+    def record(given: Tensor) -> Tensor:
+        inputs.append(given)
+        return logits.clone()
+
     try:
-        with ExitStack() as ends, torch.no_grad():
-            ends.enter_context(replaced_forward(children[prefix], lambda *_, **__: states))
-            ends.enter_context(replaced_forward(layer, lambda given: inputs.append(given) or logits.clone()))
+        with replaced_forward(backbone, lambda *_, **__: states), replaced_forward(layer, record):
             result = lm(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
     except Exception:  # the code of the model may need more of its backbone; then the model runs unchanged
         return None
