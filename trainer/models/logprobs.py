@@ -28,6 +28,7 @@ from trainer.models.online_softmax import (
     OnlineSoftmax,
     Vocabulary,
     divergence,
+    entries_of,
     gradient_of_logits,
     kernel,
     log_softmax,
@@ -277,7 +278,7 @@ class _ChunkedScores(torch.autograd.Function):
             sums: OnlineSoftmax | None = None
             for block in blocks:
                 z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
-                of_targets = vocabulary.block(block.start).pick(z, targets[chunk])
+                of_targets = entries_of(z, targets[chunk] - vocabulary.first - block.start)
                 of_block = OnlineSoftmax.of(z, of_targets, entropy is not None, compiled)
                 del z  # before those of the next chunk are computed
                 sums = of_block if sums is None else sums.merged(of_block)
@@ -314,7 +315,7 @@ class _ChunkedScores(torch.autograd.Function):
         inverse_bound = None if head.softcap is None else temperature / head.softcap
         for chunk, block in itertools.product(chunks, blocks):
             z = _logits(hidden[chunk], weight[block], head, temperature, buffer)
-            columns = targets[chunk] - vocabulary.block(block.start).first
+            columns = targets[chunk] - vocabulary.first - block.start
             of_tokens = (entropies[chunk], of_entropies[chunk]) if has_slope else (None, None)
             slopes = normalizers[chunk], of_logprobs[chunk], *of_tokens
             d_logits = gradient(z, columns, *slopes, inverse_bound, weight.dtype, not compiled)

@@ -40,24 +40,11 @@ class Vocabulary:
         """Return sums `(n,)` over the full vocabulary from the sums over this rank's slice."""
         return sums if self.axis is None else tuple(self.axis.all_reduce(torch.stack(sums)))
 
-    def block(self, start: int) -> Vocabulary:
-        """Return the slice that begins at index `start` of this slice."""
-        return Vocabulary(self.first + start)
 
-    def pick(self, z: Tensor, targets: Tensor) -> Tensor:
-        """Return the entries `(n,)` of the targets. An entry is 0 if its target is in another slice."""
-        columns, is_local = self._columns(z, targets)
-        return z.gather(-1, columns[:, None])[:, 0].where(is_local, 0)
-
-    def add(self, z: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values `(n,)` to the entries of the targets that are in this slice."""
-        columns, is_local = self._columns(z, targets)
-        z.scatter_add_(-1, columns[:, None], values.where(is_local, 0)[:, None])
-
-    def _columns(self, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        columns = targets - self.first
-        is_local = (columns >= 0) & (columns < z.shape[1])
-        return columns * is_local, is_local
+def entries_of(z: Tensor, columns: Tensor) -> Tensor:
+    """Return the entries `(n,)` of `z` in these columns `(n,)`; 0 for a column that another slice has."""
+    is_local = (columns >= 0) & (columns < z.shape[1])
+    return z.gather(-1, (columns * is_local)[:, None])[:, 0].where(is_local, 0)
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,8 @@ def gradient_of_logits(
         z.exp_().mul_(of_logprobs[:, None])
     # z is now the gradient without the term of the target.
     if in_place:
-        Vocabulary().add(z, columns, -of_logprobs)
+        is_local = (columns >= 0) & (columns < z.shape[1])
+        z.scatter_add_(-1, (columns * is_local)[:, None], (-of_logprobs).where(is_local, 0)[:, None])
     else:
         is_target = torch.arange(z.shape[1], device=z.device) == columns[:, None]
         z = z - torch.where(is_target, of_logprobs[:, None], 0)
