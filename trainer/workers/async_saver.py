@@ -44,7 +44,7 @@ class AsyncSaver:
         return HostMemory(self._gpu)
 
     def begin(self, states: dict[str, dict[str, Any]], extras: dict[str, dict[str, str]], files: Any) -> None:
-        """Start a save. The tensors in `states` must not change until `before_change` or `wait_until_staged` returns.
+        """Start a save. The tensors in `states` must not change until `wait_until_staged` returns.
 
         Args:
             states: tensors of this rank and plain values, by name. Those of the role's offloaded tensors may be away.
@@ -61,11 +61,6 @@ class AsyncSaver:
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._thread = threading.Thread(target=self._run, args=(states, extras, files, copies, ready), daemon=True)
         self._thread.start()
-
-    def before_change(self, role: str) -> None:
-        """Wait until the tensors of `role` may change, and note that they do."""
-        self.wait_until_staged()
-        self.memory(role).forget()
 
     def wait_until_staged(self) -> None:
         """Wait until the tensors given to `begin` are copied."""

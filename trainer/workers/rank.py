@@ -241,7 +241,8 @@ class Rank:
         return all_of_it and memory is not None and memory.offloaded_bytes() > 0
 
     def _before_change(self, role: str) -> None:
-        self.saver.before_change(role)
+        self.saver.wait_until_staged()
+        self.saver.memory(role).forget()
         if role in self._host_memory:
             self._host_memory[role].forget()
 
