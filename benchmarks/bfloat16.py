@@ -15,6 +15,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from benchmarks.gpu import make_batch
+from tests.support.whole_batches import update_batch
 from trainer.config import Config, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.mesh import destroy_process_group
@@ -38,7 +39,7 @@ def fastest_update(path: str, dtype: str, repeat: int) -> float:
     times = []
     for step in range(repeat + 1):
         begin = time.perf_counter()
-        rank.update("policy", batch, step)
+        update_batch(rank, "policy", batch, step)
         times.append(time.perf_counter() - begin)
     destroy_process_group()
     return min(times[1:])

@@ -41,6 +41,7 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from benchmarks.ranks import make_batch
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.buckets import client_of
 from trainer.checkpoint.manifest import MANIFEST, files_at
@@ -75,7 +76,7 @@ class Measured:
         worker = self.rank.roles["policy"]
         assert isinstance(worker, PolicyWorker)
         self.policy, self.data = worker, make_batch(np.full(4, 32), 256, completion=31)
-        self.rank.update("policy", self.data, 1)  # the optimizer has a state from here on
+        update_batch(self.rank, "policy", self.data, 1)  # the optimizer has a state from here on
 
     def clock(self, name: str, action: Callable[[], Any]) -> Any:
         """Measure what all ranks do together; return what `action` returns."""
@@ -160,7 +161,7 @@ class Measured:
     def rollout(self) -> None:
         started = time.monotonic()
         while True:
-            self.rank.compute("policy", "logprobs", self.data)
+            compute_batch(self.rank, "policy", "logprobs", self.data)
             over = torch.tensor(float(time.monotonic() - started > self.args.rollout_s))
             dist.all_reduce(over, dist.ReduceOp.MAX)  # all ranks leave together
             if over > 0:
@@ -173,7 +174,7 @@ class Measured:
         self.rank.begin_save(["policy"], ShardedFiles(path))
         begun = time.monotonic() - started
         self.rollout()
-        self.rank.update("policy", self.data, 2)
+        update_batch(self.rank, "policy", self.data, 2)
         blocked = torch.tensor(begun + self.rank.pop_stall_seconds())
         dist.all_reduce(blocked, dist.ReduceOp.MAX)
         self.times.setdefault(name, []).append(float(blocked))

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, policy_role
 from trainer.metrics.timing import peak_flops
@@ -136,8 +137,8 @@ def measure_passes(rank: Rank, name: str, micro_tokens: int, device: str, peak: 
     tokens, flops = int(batch["lengths"].sum()), forward_flops(worker, batch)
     scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
     for phase, run, cost in (
-        ("log-probs", lambda: rank.compute("policy", "logprobs", scored), flops),
-        ("update", lambda: rank.update("policy", batch, 1), 3 * flops),
+        ("log-probs", lambda: compute_batch(rank, "policy", "logprobs", scored), flops),
+        ("update", lambda: update_batch(rank, "policy", batch, 1), 3 * flops),
     ):
         took = seconds(run, device)
         print(

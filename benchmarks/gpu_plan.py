@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu import SHAPES, config_of, make_model, peak_gb, place_for, seconds
 from benchmarks.ranks import make_batch
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.config import Config
 from trainer.parallel.mesh import destroy_process_group
 from trainer.plan.hardware import parse_cluster
@@ -62,8 +63,8 @@ def measure(cfg: Config, device: str, directory: str, plan: Plan, name: str) -> 
         batch = make_batch(lengths, config_of(name).vocab_size, completion=RESPONSE, group=N)
         scored = {key: batch[key] for key in ("input_ids", "mask", "lengths", "group_ids")}
         calls: dict[str, Callable[[], Any]] = {
-            "scores": lambda: rank.compute("policy", "logprobs", scored),
-            "update": lambda: rank.update("policy", batch, 1),
+            "scores": lambda: compute_batch(rank, "policy", "logprobs", scored),
+            "update": lambda: update_batch(rank, "policy", batch, 1),
         }
         calls["update"]()  # the optimizer has its states
         phases = {phase.name.split()[0]: phase for phase in plan.members[0].phases}

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.models import SHAPES, add_data, make_model
 from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, one_policy
+from tests.support.whole_batches import update_batch
 from trainer.workers.policy import PolicyWorker
 
 
@@ -44,9 +45,9 @@ def main() -> None:
                 worker.max_tokens, worker.shares_prompts = most, shares
                 batch = make_batch(sizes, SHAPES[args.model].vocabulary)
                 before = worker.tokens_computed
-                rank.update("policy", batch, 1)
+                update_batch(rank, "policy", batch, 1)
                 computed = worker.tokens_computed - before
-                seconds = cpu_seconds(lambda batch=batch: rank.update("policy", batch, 1))
+                seconds = cpu_seconds(lambda batch=batch: update_batch(rank, "policy", batch, 1))
                 base = base or seconds
                 print(
                     f"| {name} | {lengths.sum():,} | {computed:,} | {seconds:.2f} s | {seconds / base:.2f} |",

@@ -29,6 +29,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from benchmarks.models import SHAPES, add_data, make_model
 from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, matmul_flops, one_policy
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.models.attention import PACKED
 from trainer.parallel.batching import Batch
 
@@ -165,8 +166,8 @@ def measure(path: str, directory: str, dtype: str, batch: Batch) -> tuple[list[d
         parameters = plain.model.num_parameters()
         del plain
         with one_policy(path, directory, dtype) as rank:
-            logprobs = profiled(lambda: rank.compute("policy", "logprobs", scored))
-            now = logprobs, profiled(lambda: rank.update("policy", batch, 1))
+            logprobs = profiled(lambda: compute_batch(rank, "policy", "logprobs", scored))
+            now = logprobs, profiled(lambda: update_batch(rank, "policy", batch, 1))
     return [before[0], now[0], before[1], now[1]], parameters
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.memory import allocator_peak, peak_resident_bytes, reset_peak, resident_bytes
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.config import Config, RolloutConfig, policy_role
 from trainer.parallel.batching import Batch
 from trainer.parallel.mesh import destroy_process_group
@@ -84,10 +85,10 @@ class TimedRank:
         """Return the seconds on the clock and the CPU seconds of an update."""
         self._rank.connect(address)
         self._rank.build([policy_role(self._rank.cfg)], path)
-        self._rank.update("policy", batch, 1)
+        update_batch(self._rank, "policy", batch, 1)
         begin, cpu = time.perf_counter(), time.process_time()
         for step in (2, 3):
-            self._rank.update("policy", batch, step)
+            update_batch(self._rank, "policy", batch, step)
         return (time.perf_counter() - begin) / 2, (time.process_time() - cpu) / 2
 
 
@@ -112,12 +113,12 @@ class PlannedRank:
         def score() -> None:
             for role in roles:
                 if role.computes:
-                    rank.compute(role.name, "values" if role.computes == "values" else "logprobs", scored)
+                    compute_batch(rank, role.name, "values" if role.computes == "values" else "logprobs", scored)
 
         def update() -> None:
             for role in reversed(roles):
                 if role.trained:
-                    rank.update(role.name, batch, 1)
+                    update_batch(rank, role.name, batch, 1)
 
         score()
         update()  # the states of the optimizer are there now

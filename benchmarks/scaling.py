@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.models import SHAPES, Shape, add_data, make_model
 from benchmarks.ranks import TimedRank, cpu_seconds, gsm8k_lengths, make_batch, one_policy
+from tests.support.whole_batches import update_batch
 from trainer.cluster.process_cluster import ProcessCluster
 from trainer.config import Config, RolloutConfig
 
@@ -70,7 +71,7 @@ def main() -> None:
 
             def cost(rows: float, length: float) -> float:
                 batch = make_batch(np.full(int(rows), int(length)), SMALL.vocabulary, completion=int(length))
-                return cpu_seconds(lambda: rank.update("policy", batch, 1), repeat=1)
+                return cpu_seconds(lambda: update_batch(rank, "policy", batch, 1), repeat=1)
 
             print_growth("tokens of each of 8 sequences", (256, 512, 1024, 2048), lambda length: cost(8, length))
             print_growth("sequences of 256 tokens", (8, 16, 32, 64), lambda rows: cost(rows, 256))
@@ -84,7 +85,7 @@ def main() -> None:
             name = sizes[int(parameters)]
             batch = make_batch(np.full(16, 128), MODELS[name].vocabulary, completion=64)
             with one_policy(os.path.join(directory, name), directory, "float32") as rank:
-                return cpu_seconds(lambda: rank.update("policy", batch, 1))
+                return cpu_seconds(lambda: update_batch(rank, "policy", batch, 1))
 
         print_growth("parameters", sizes, cost_of_model)
 

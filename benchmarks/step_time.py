@@ -20,6 +20,7 @@ from statistics import median
 
 from benchmarks.models import SHAPES, add_data, make_model
 from benchmarks.ranks import cpu_seconds, gsm8k_lengths, make_batch, matmul_flops, one_policy
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.metrics.names import PHASES
 from trainer.metrics.tracker import METRICS_FILE, read_metrics
 
@@ -57,8 +58,8 @@ def print_shares(name: str, dtype: str, rows: int, path: str, directory: str) ->
         attention = 2 * shape.layers * 64 * shape.heads * float((lengths.astype(float) ** 2).sum())
         flops = 2 * blocks * lengths.sum() + 2 * head * batch["mask"].sum() + attention
         for phase, factor, run in (
-            ("log-probs", 1, lambda: rank.compute("policy", "logprobs", scored)),
-            ("update", 3, lambda: rank.update("policy", batch, 1)),
+            ("log-probs", 1, lambda: compute_batch(rank, "policy", "logprobs", scored)),
+            ("update", 3, lambda: update_batch(rank, "policy", batch, 1)),
         ):
             seconds = cpu_seconds(run, repeat=1)
             print(

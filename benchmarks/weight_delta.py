@@ -29,6 +29,7 @@ import numpy as np
 import xxhash
 
 from tests.support.namespaces import TwoNetworks
+from tests.support.whole_batches import update_batch
 from trainer.config import Config, RolloutConfig, policy_role
 from trainer.generation.transport import BUCKET_BYTES
 from trainer.generation.weight_shards import ShardKeeper, Shards, close_copies
@@ -58,7 +59,7 @@ class RankProcess:
 
     def train(self) -> None:
         self._step += 1
-        self._rank.update("policy", self._batch, self._step)
+        update_batch(self._rank, "policy", self._batch, self._step)
 
     def call(self, method: str, *args: Any) -> Any:
         return self._rank.call("policy", method, *args)

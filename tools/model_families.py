@@ -34,6 +34,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.whole_batches import compute_batch, update_batch
 from tools.tiny_families import FAMILIES, write_family
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, RolloutConfig, compose
@@ -189,7 +190,7 @@ def reference(path: str, rows: Sequence[Sequence[int]] | None = None) -> dict[st
 
 
 def logprobs_of(rank: Rank, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-    numbers, values = rank.compute("policy", "logprobs", batch_of(rows))
+    numbers, values = compute_batch(rank, "policy", "logprobs", batch_of(rows))
     shares: list[Any] = [None] * rank.world_size
     dist.all_gather_object(shares, (numbers, values))
     found = {number: row for rows_of, values in shares for number, row in zip(rows_of, values, strict=True)}
@@ -208,7 +209,7 @@ def train(rank: Rank, path: str, export: str) -> dict[str, Any]:
     batch = batch_of(rows)
 
     def steps(*numbers: int) -> list[float]:
-        return [rank.update("policy", batch, number).metrics["grad_norm"] for number in numbers]
+        return [update_batch(rank, "policy", batch, number).metrics["grad_norm"] for number in numbers]
 
     rank.build([rank.cfg.roles[0]], path)
     row: dict[str, Any] = {"packs": rank.roles["policy"].max_tokens > 1, "packed": logprobs_of(rank, rows)}

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.config import Config, DataConfig
 from trainer.config.algorithm import TeacherConfig
 from trainer.data.examples import load_pairs
@@ -166,10 +167,10 @@ def ours(case: str, directory: Path, optimizer: str) -> Found:
     with connected(cfg) as rank:
         if case in PAIRS:
             rank.build(cfg.roles, str(directory / "reference"))
-            numbers, scored = rank.compute("reference", "logprobs", batch)
+            numbers, scored = compute_batch(rank, "reference", "logprobs", batch)
             batch["ref_logprobs"] = scored[np.argsort(numbers)]
         rank.build(cfg.roles, str(directory / ("rm" if case in MODELS else "policy")))
-        metrics = rank.update("policy", batch, 1).metrics
+        metrics = update_batch(rank, "policy", batch, 1).metrics
         parameters = dict(rank.roles["policy"].module.named_parameters())
         parameters = {name.replace("value_head.", "score."): p for name, p in parameters.items()}
         gradients = {name: Recorder.gradients.get(id(p)) for name, p in parameters.items()}

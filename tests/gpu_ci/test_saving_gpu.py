@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tests.support.ranks import local_cluster, run_ranks, start_ranks
 from tests.support.roles import roles
 from tests.support.training import config, load_then_step, make_batch, save_then_step, update
+from tests.support.whole_batches import compute_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, FSDPConfig
 from trainer.workers.policy import PolicyWorker
@@ -58,7 +59,7 @@ def save_twice_under_load(rank: Rank, path: str, directory: str) -> None:
         expected = weights(worker)
         files = ShardedFiles(f"{directory}/{number}")
         rank.begin_save(["policy"], files)
-        rank.compute("policy", "logprobs", batch)
+        compute_batch(rank, "policy", "logprobs", batch)
         update(rank, "policy", batch, 2)
         rank.finish_save()
         after = weights(worker)
@@ -103,7 +104,7 @@ def leave_and_save_under_load(rank: Rank, path: str, directory: str) -> None:
         rank.release_memory()
         if rank.device == "cuda":
             torch.full((2**26,), float("nan"), device="cuda")  # others use the memory
-        rank.compute("policy", "logprobs", batch)
+        compute_batch(rank, "policy", "logprobs", batch)
         rank.finish_save()
         if rank.device == "cuda":
             assert all(map(torch.equal, states(worker), expected))

@@ -17,6 +17,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import config, make_batch, update
 from tests.support.weights import BUCKET, assert_equal, make_weights
+from tests.support.whole_batches import compute_batch
 from trainer.config import FSDPConfig
 from trainer.generation.transformers_engine import TransformersEngine
 from trainer.generation.weight_sync import Broadcast, Ipc, SharedMemory, WeightTransferGroup
@@ -108,7 +109,7 @@ def disagreement(rank: Rank, requests, completions) -> float:
     mask = ((columns >= prompts[:, None]) & (columns < lengths[:, None])).astype(np.float32)
     ids = stack_padded(rows, np.int64, lengths.max())
     batch = {"input_ids": ids, "mask": mask, "lengths": lengths, "group_ids": np.arange(len(rows))}
-    order, found = rank.compute("policy", "logprobs", batch)
+    order, found = compute_batch(rank, "policy", "logprobs", batch)
     logprobs = np.zeros_like(found)
     logprobs[order] = found
     return max(
@@ -132,7 +133,7 @@ def packed_and_alone(rank: Rank, path: str) -> tuple[float, float, float]:
     batch, results = make_batch(), []
     for tokens in (16384, 1, 60):  # all rows packed, each alone, a few packed
         worker.max_tokens = tokens
-        rows, values = rank.compute("policy", "logprobs", batch)
+        rows, values = compute_batch(rank, "policy", "logprobs", batch)
         ordered = np.zeros_like(values)
         ordered[rows] = values
         results.append(ordered)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.roles import roles
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config
 from trainer.errors import NonFiniteError
@@ -23,7 +24,7 @@ GROUPS, PER_GROUP, WIDTH = 6, 4, 24
 
 def update(rank: Rank, role: str, batch: Batch, step: int, kl_coef: float | None = None) -> dict[str, float]:
     """The metrics of all optimizer steps of `role` on `batch`."""
-    return rank.update(role, batch, step, None if kl_coef is None else {"kl_coef": kl_coef}).metrics
+    return update_batch(rank, role, batch, step, None if kl_coef is None else {"kl_coef": kl_coef}).metrics
 
 
 def make_batch() -> Batch:
@@ -73,8 +74,8 @@ def train_two_steps(rank: Rank, path: str, out: str | None = None, shares_prompt
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     if out:
         rank.call("policy", "write_weights", out, "float32")
-    rows, logprobs = rank.compute("policy", "logprobs", batch)
-    _, values = rank.compute("critic", "values", batch)
+    rows, logprobs = compute_batch(rank, "policy", "logprobs", batch)
+    _, values = compute_batch(rank, "critic", "values", batch)
     return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "values": values}
 
 
@@ -170,7 +171,7 @@ def train_with_offloading(rank: Rank, path: str, directory: str) -> dict:
     rank.begin_save(["policy", "critic"], ShardedFiles(directory))
     rank.release_memory()  # it waits until the save has copied the states
     rank.finish_save()
-    logprobs = rank.compute("policy", "logprobs", batch)[1]
+    logprobs = compute_batch(rank, "policy", "logprobs", batch)[1]
     rank.release_memory()
     metrics += [update(rank, role, batch, 2) for role in ("critic", "policy")]
     return {"metrics": metrics, "logprobs": float(np.abs(logprobs).sum()), "held": held}
@@ -180,11 +181,11 @@ def left_after_scores(rank: Rank, path: str) -> tuple[list[str], int]:
     """What scores leave on the device when engines get the memory: gathered parameters, and bytes on a GPU."""
     rank.cfg.trainer.policy.fsdp.reshard_after_forward = False
     rank.build(roles(rank.cfg, ["policy", "reference"]), path)
-    rank.compute("reference", "logprobs", make_batch())
+    compute_batch(rank, "reference", "logprobs", make_batch())
     rank.release_memory()  # kernels have their workspaces now
     before = torch.cuda.memory_allocated() if rank.device == "cuda" else 0
     for role in ("policy", "reference"):
-        rank.compute(role, "logprobs", make_batch())
+        compute_batch(rank, role, "logprobs", make_batch())
     rank.release_memory()
     grown = torch.cuda.memory_allocated() - before if rank.device == "cuda" else 0
     parameters = [

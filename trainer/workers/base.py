@@ -222,11 +222,8 @@ class TrainedWorker(ModelWorker):
     def outputs(self, mb: MicroBatch, mini_batch: MiniBatch) -> Outputs:
         raise NotImplementedError
 
-    def update(
-        self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float] | None = None
-    ) -> RankUpdate:
+    def update(self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float]) -> RankUpdate:
         """Make all optimizer steps of a step, with the `Objective.totals` of each mini-batch and `numbers`."""
-        numbers = self.objective.numbers() if numbers is None else numbers
         before = self.tokens_computed
         metrics = []
         for mini_batch, of_all in zip(share.mini_batches, totals, strict=True):

@@ -82,9 +82,7 @@ class PolicyWorker(TrainedWorker):
         self.max_tokens = min(self.max_tokens, teacher.max_tokens)
         self.shares_prompts &= teacher.shares_prompts
 
-    def update(
-        self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float] | None = None
-    ) -> RankUpdate:
+    def update(self, share: Share, step: int, totals: Sequence[Any], numbers: Mapping[str, float]) -> RankUpdate:
         """Make all optimizer steps of one step of the loop (see `TrainedWorker.update`).
 
         If the objective reads old log-probs, the first optimizer step does not need them: they are the log-probs of its

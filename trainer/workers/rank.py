@@ -1,14 +1,13 @@
-"""One rank: a process that holds the shards of some or all roles. It does not need Ray; `torchrun` can run it too."""
+"""One rank: a process that holds the shards of some or all roles. It does not need Ray."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainer.config import LM, SCORE, VALUE, Config, RoleSpec
@@ -17,10 +16,8 @@ from trainer.files.shared_memory import clear_abandoned
 from trainer.models.files import resolve_model_path
 from trainer.models.loading import load_model
 from trainer.models.model_check import check_model
-from trainer.objectives.base import GROUP, Objective, make_objective
+from trainer.objectives.base import Objective, make_objective
 from trainer.parallel.axes import axis_sizes
-from trainer.parallel.batching import Batch, RankUpdate, select
-from trainer.parallel.load_balancing import Share, divide
 from trainer.parallel.mesh import Layout, init_process_group, listen
 from trainer.parallel.profiling import TorchProfiler
 from trainer.parallel.rng import seed_rng, use_deterministic_kernels
@@ -122,23 +119,6 @@ class Rank:
         self._onload(needed, optimizer=method in _WITH_OPTIMIZER)
         self._has_updated |= method == "update"
         return getattr(self.roles[role], method)(*args, **kwargs)
-
-    def compute(self, role: str, output: str, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers `(n,)` of this rank's rows of a batch and their `output` `(n, T)`, without a driver: each
-        rank has the whole batch."""
-        rows, values = self.call(role, output, self._share(role, batch, [np.arange(len(batch["lengths"]))]))
-        return rows, np.pad(values, ((0, 0), (0, batch["input_ids"].shape[1] - values.shape[1])))
-
-    def update(self, role: str, batch: Batch, step: int, numbers: Mapping[str, float] | None = None) -> RankUpdate:
-        """Make all optimizer steps of a role in one step, without a driver: each rank has the whole batch."""
-        mini_batches = self.objective.mini_batches(batch, step)
-        share = self._share(role, batch, mini_batches, keeps_groups=self.objective.unit == GROUP)
-        totals = [self.objective.totals(role, select(batch, rows)) for rows in mini_batches]
-        return self.call(role, "update", share, step, totals, numbers)
-
-    def _share(self, role: str, batch: Batch, mini_batches: Sequence[np.ndarray], keeps_groups: bool = False) -> Share:
-        index, limits = self.roles[role].limits()
-        return divide(batch, mini_batches, limits, self.layout.dp_size, keeps_groups)[index]
 
     def start_profile(self, directory: str, name: str) -> None:
         """Profile this rank until `stop_profile`, to files of this name and number. Not a collective."""

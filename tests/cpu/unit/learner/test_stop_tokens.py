@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.algorithms import ADVANTAGES, shape_rewards
 from trainer.config import Config
 from trainer.episodes import Sample
@@ -56,8 +57,8 @@ def steps(rank: Rank, path: str) -> list[dict]:
         batch = build_batch(samples, [str(i // N) for i in range(len(samples))])
         shape = batch["input_ids"].shape
         for key, (rows, values) in {
-            "old_logprobs": rank.compute("policy", "logprobs", batch),
-            "values": rank.compute("critic", "values", batch),
+            "old_logprobs": compute_batch(rank, "policy", "logprobs", batch),
+            "values": compute_batch(rank, "critic", "values", batch),
         }.items():
             batch[key] = torch.zeros(shape).numpy()
             batch[key][rows] = values
@@ -70,9 +71,9 @@ def steps(rank: Rank, path: str) -> list[dict]:
         status = [c.finish_reason for c in completions]
         metrics = describe_rewards(batch, rewards, status) | logprob_mismatch(batch)
         batch = mask_rows(batch, rewards, status, a)
-        metrics |= {f"policy/{name}": x for name, x in rank.update("policy", batch, 1).metrics.items()}
+        metrics |= {f"policy/{name}": x for name, x in update_batch(rank, "policy", batch, 1).metrics.items()}
         if estimator == "gae":
-            metrics |= {f"critic/{name}": x for name, x in rank.update("critic", batch, 1).metrics.items()}
+            metrics |= {f"critic/{name}": x for name, x in update_batch(rank, "critic", batch, 1).metrics.items()}
         results.append(metrics | {"lengths": lengths.tolist()})
     return results
 

@@ -24,6 +24,7 @@ from tests.support.training import (
     save_then_step,
     update,
 )
+from tests.support.whole_batches import compute_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, LoraConfig
 from trainer.errors import UserError
@@ -58,7 +59,7 @@ def lora_config(**trainer) -> Config:
 def train(rank: Rank, path: str, out: str) -> dict:
     rank.build(roles(rank.cfg, ["policy", "critic", "reference"]), path)
     batch = make_batch()
-    rows, start = rank.compute("policy", "logprobs", batch)
+    rows, start = compute_batch(rank, "policy", "logprobs", batch)
     metrics = [update(rank, role, batch, step) for step in (1, 2) for role in ("critic", "policy")]
     rank.call("policy", "write_weights", out, "float32")
     streamed = {name: tensor.clone() for name, tensor in rank.roles["policy"].stream_weights("float32")}
@@ -67,9 +68,9 @@ def train(rank: Rank, path: str, out: str) -> dict:
         "metrics": metrics,
         "rows": rows,
         "start": start,
-        "logprobs": rank.compute("policy", "logprobs", batch)[1],
-        "reference": rank.compute("reference", "logprobs", batch)[1],
-        "values": rank.compute("critic", "values", batch)[1],
+        "logprobs": compute_batch(rank, "policy", "logprobs", batch)[1],
+        "reference": compute_batch(rank, "reference", "logprobs", batch)[1],
+        "values": compute_batch(rank, "critic", "values", batch)[1],
         "adapter": [rank.call("policy", *call) for call in (("adapter_config", path), ("adapter_weights",))],
         "streamed": streamed,
         "held": held,
@@ -232,11 +233,11 @@ def test_unknown_target_modules_are_refused(model_path):
 def move_reference(rank: Rank, path: str, directory: str) -> dict:
     rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     batch = make_batch()
-    rows, before = rank.compute("reference", "logprobs", batch)
+    rows, before = compute_batch(rank, "reference", "logprobs", batch)
     update(rank, "policy", batch, 1)
-    moved = rank.compute("policy", "logprobs", batch)[1]
+    moved = compute_batch(rank, "policy", "logprobs", batch)[1]
     rank.call("reference", "sync_from_policy")
-    after = rank.compute("reference", "logprobs", batch)[1]
+    after = compute_batch(rank, "reference", "logprobs", batch)[1]
     rank.begin_save(["policy", "reference"], ShardedFiles(directory))
     update(rank, "policy", batch, 2)
     rank.call("reference", "sync_from_policy")  # while the one before is being written
@@ -247,7 +248,7 @@ def move_reference(rank: Rank, path: str, directory: str) -> dict:
 def load_reference(rank: Rank, path: str, directory: str) -> dict:
     rank.build(roles(rank.cfg, ["policy", "reference"]), path)
     rank.call("reference", "load", ShardedFiles(directory), ("weights", "optimizer", "rng"))
-    rows, loaded = rank.compute("reference", "logprobs", make_batch())
+    rows, loaded = compute_batch(rank, "reference", "logprobs", make_batch())
     return {"rows": rows, "loaded": loaded}
 
 

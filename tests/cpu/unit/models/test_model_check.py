@@ -23,6 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch
+from tests.support.whole_batches import update_batch
 from trainer.config import Config, FSDPConfig, ModelConfig, RoleSpec, critic_role, policy_role
 from trainer.errors import LogprobMismatchError, UserError
 from trainer.models import attention, loading, model_check
@@ -214,7 +215,7 @@ def compare_with_engines(rank: Rank, models: str) -> dict[str, list[str | None]]
                 is_garbage = has_fault and not patches
                 arrays = engine_logprobs(path, batch["input_ids"], batch["lengths"], is_garbage) * batch["mask"]
                 try:
-                    rank.update("policy", {**batch, "rollout_logprobs": arrays, "old_logprobs": arrays}, 1)
+                    update_batch(rank, "policy", {**batch, "rollout_logprobs": arrays, "old_logprobs": arrays}, 1)
                     found[name].append(None)
                 except LogprobMismatchError as error:
                     found[name].append(str(error))

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import local_cluster, run_ranks
+from tests.support.whole_batches import update_batch
 from tools.same_as_trl import Recorder, make_models, make_rows, ours, summary
 from trainer.config import Config
 from trainer.data.examples import Pair
@@ -186,7 +187,7 @@ def steps(rank: Rank, path: str) -> list[dict[str, float]]:
         )
         rank.build(rank.cfg.roles, path)
         rank.roles["policy"].shares_prompts &= len(found) < len(CASES)
-        found.append(rank.update("policy", experience(rank.cfg), 1).metrics)
+        found.append(update_batch(rank, "policy", experience(rank.cfg), 1).metrics)
     return found
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.preferences import BETA
 from tests.support.ranks import local_cluster, run_ranks
+from tests.support.whole_batches import update_batch
 from trainer.config import Config
 from trainer.episodes import Episode, Sample
 from trainer.learner.learner import Learner
@@ -75,7 +76,7 @@ def plain(path: str, batch: Batch) -> dict[str, float]:
 
 def update(rank: Rank, path: str, batch: Batch) -> dict[str, float]:
     rank.build(rank.cfg.roles, path)
-    return rank.update("policy", batch, 1).metrics
+    return update_batch(rank, "policy", batch, 1).metrics
 
 
 def test_a_loss_over_pairs_equals_plain_pytorch_though_two_ranks_share_the_pairs(model):

@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch, update
+from tests.support.whole_batches import compute_batch
 from trainer.config import FSDPConfig
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel import shard
@@ -66,11 +67,11 @@ def compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
 
 def _compile_and_train(rank: Rank, path: str) -> dict[str, Any]:
     rank.build(roles(rank.cfg, ["policy"]), path)
-    before = rank.compute("policy", "logprobs", make_batch())[1]
+    before = compute_batch(rank, "policy", "logprobs", make_batch())[1]
     metrics = update(rank, "policy", make_batch(), 1)
-    after = rank.compute("policy", "logprobs", make_batch())[1]
+    after = compute_batch(rank, "policy", "logprobs", make_batch())[1]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    forward, _ = prefetches(lambda: rank.compute("policy", "logprobs", select(make_batch(), [0])))
+    forward, _ = prefetches(lambda: compute_batch(rank, "policy", "logprobs", select(make_batch(), [0])))
     names = list(rank.roles["policy"].state()["model"])
     return {"metrics": metrics, "before": before, "after": after, "graphs": graphs, "names": names, "ahead": forward}
 

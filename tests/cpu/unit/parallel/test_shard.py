@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
 from tests.support.training import GROUPS, config, make_batch, update
+from tests.support.whole_batches import compute_batch, share_of
 from trainer.algorithms import Totals
 from trainer.config import FSDPConfig, policy_role, reference_role
 from trainer.models.tiny import TinyShape, build_tiny
@@ -56,7 +57,7 @@ def count_gathers(rank: Rank, path: str) -> dict[str, Any]:
     module, batch, metrics = rank.roles["policy"].module, make_batch(), []
     scores, updates, left = [], [], []
     for step in (1, 2):
-        scores.append(gathers(lambda: rank.compute("policy", "logprobs", batch)))
+        scores.append(gathers(lambda: compute_batch(rank, "policy", "logprobs", batch)))
         left.append(is_gathered(module))
         updates.append(gathers(lambda step=step: metrics.append(update(rank, "policy", batch, step))))
     weights = [parameter.full_tensor() for parameter in module.parameters()]
@@ -110,9 +111,9 @@ def left_gathered(rank: Rank, path: str) -> dict[str, bool]:
     worker, batch, found = rank.roles["policy"], make_batch(), {}
     assert rank.roles["reference"].module is worker.module
     for role in ("policy", "reference"):
-        rank.compute(role, "logprobs", batch)
+        compute_batch(rank, role, "logprobs", batch)
         found[role] = is_gathered(worker.module)
-    share = rank._share("policy", batch, [np.arange(len(batch["input_ids"]))])
+    share = share_of(rank, "policy", batch, [np.arange(len(batch["input_ids"]))])
     worker.evaluate(share, Totals.of(torch.from_numpy(batch["mask"])), worker.objective.numbers())
     return {**found, "evaluation": is_gathered(worker.module)}
 

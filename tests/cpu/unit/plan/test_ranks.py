@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.memory import allocator_peak
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.config import Config, LoraConfig, critic_role, policy_role, reference_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.parallel.axes import AXES, axis_sizes
@@ -90,7 +91,7 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     rank.cfg = config(path, **fsdp)
     rank.build(roles(rank.cfg, [role]), path)
     worker = rank.roles[role]
-    rank.update(role, batch(), 1)  # the states of the optimizer are there now
+    update_batch(rank, role, batch(), 1)  # the states of the optimizer are there now
     tracker, micro_batches = FSDPMemTracker(worker.module, worker.optimizers.all[0]), worker.micro_batches
 
     def taken(take):
@@ -100,7 +101,7 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     worker.micro_batches = lambda *args: [functools.partial(taken, take) for take in micro_batches(*args)]
     tracker.track_inputs(())
     with tracker:
-        rank.update(role, batch(), 2)
+        update_batch(rank, role, batch(), 2)
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
@@ -129,13 +130,13 @@ AXES_OF_TWO = [
 def updated(rank: Rank, path: str) -> tuple[int, int]:
     """The bytes of the states of the policy, and the most that tensors of an update take beside them."""
     rank.build(roles(rank.cfg, ["policy"]), path)
-    rank.update("policy", batch(), 1)  # the states of the optimizer are there now
+    update_batch(rank, "policy", batch(), 1)  # the states of the optimizer are there now
     worker = rank.roles["policy"]
     states = sum(local_tensor(parameter).nbytes for parameter in worker.module.parameters())
     states += sum(
         tensor.nbytes for tensor in map(local_tensor, worker.optimizers.tensors(worker.device)) if tensor.dim()
     )
-    return states, allocator_peak(lambda: rank.update("policy", batch(), 2))
+    return states, allocator_peak(lambda: update_batch(rank, "policy", batch(), 2))
 
 
 @pytest.mark.release
@@ -176,9 +177,9 @@ def scored(rank: Rank, path: str) -> int:
     rank.build(roles(rank.cfg, ["policy"]), path)
     full = batch()
     rows = {name: full[name] for name in ("input_ids", "mask", "lengths", "group_ids")}
-    rank.compute("policy", "logprobs", rows)  # kernels have their workspaces
+    compute_batch(rank, "policy", "logprobs", rows)  # kernels have their workspaces
     weights = sum(parameter.nbytes for parameter in rank.roles["policy"].module.parameters())
-    return weights + allocator_peak(lambda: rank.compute("policy", "logprobs", rows))
+    return weights + allocator_peak(lambda: compute_batch(rank, "policy", "logprobs", rows))
 
 
 @pytest.mark.release

@@ -12,6 +12,7 @@ from tests.support.architectures import VOCABULARY, WITH_BUFFERS, random_model
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import assembled, config, load_then_step, make_batch, save_then_step, train_two_steps
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.config import Config, FSDPConfig
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.rank import Rank
@@ -70,8 +71,8 @@ def look_at_a_gate(rank: Rank, path: str) -> dict[str, set[torch.dtype]]:
             seen = found.setdefault(f"{role} {name}", set())
             layer = module.get_submodule(f"model.layers.1.{name}")
             layer.register_forward_pre_hook(lambda layer, _, seen=seen: seen.add(layer.weight.dtype))
-        rank.compute(role, "logprobs", batch)
-    rank.update("policy", batch, 1)
+        compute_batch(rank, role, "logprobs", batch)
+    update_batch(rank, "policy", batch, 1)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.tables import table
+from tests.support.whole_batches import update_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, critic_role, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
@@ -170,12 +171,12 @@ def build(rank: Rank, role: str, cfg: Config, path: str) -> TrainedWorker:
 
 def update(rank: Rank, role: str, step: int) -> dict[str, float]:
     if role == "critic":
-        return rank.update("critic", make_batch(), step).metrics
+        return update_batch(rank, "critic", make_batch(), step).metrics
     batch = make_batch()
     if role == "supervised":
         batch |= {"advantages": batch["mask"], "group_ids": np.zeros_like(batch["group_ids"])}
         del batch["ref_logprobs"]
-    return rank.update("policy", batch, step).metrics
+    return update_batch(rank, "policy", batch, step).metrics
 
 
 def fingerprint(worker: TrainedWorker) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, assembled, config, make_batch, update
+from tests.support.whole_batches import compute_batch
 from trainer.workers.base import CriticWorker
 from trainer.workers.rank import Rank
 
@@ -21,7 +22,7 @@ def learn(rank: Rank, path: str) -> dict[str, Any]:
     batch = make_batch()
     found: dict[str, Any] = {}
     for name in ("before", "after"):
-        rows, values = rank.compute("critic", "values", batch)
+        rows, values = compute_batch(rank, "critic", "values", batch)
         found[name] = {"rows": rows, "values": values}
         if name == "before":
             with warnings.catch_warnings(record=True) as caught:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tests.support.architectures import SHAPE, random_model
 from tests.support.ranks import run_ranks
 from tests.support.training import GROUPS, config, make_batch, update
+from tests.support.whole_batches import compute_batch
 from trainer.config.algorithm import TeacherConfig
 from trainer.workers.rank import Rank
 
@@ -33,7 +34,7 @@ def distill(rank: Rank, path: str) -> dict[str, Any]:
     before = [parameter.detach().full_tensor().clone() for parameter in teacher.parameters()]
     metrics = [update(rank, "policy", batch(), step) for step in (1, 2)]
     after = [parameter.detach().full_tensor() for parameter in teacher.parameters()]
-    rows, logprobs = rank.compute("policy", "logprobs", batch())
+    rows, logprobs = compute_batch(rank, "policy", "logprobs", batch())
     is_same = all(torch.equal(*pair) for pair in zip(before, after, strict=True)) and not teacher.training
     return {"metrics": metrics, "rows": rows, "logprobs": logprobs, "teacher is as it was": is_same}
 

@@ -30,6 +30,7 @@ from tests.support.training import (
     stream_and_write,
     update,
 )
+from tests.support.whole_batches import compute_batch
 from trainer.config import Config, FSDPConfig, TrainerConfig
 from trainer.config.fields import setting
 from trainer.config.rules import validate
@@ -78,7 +79,7 @@ def gradients(rank: Rank, path: str) -> dict:
     with torch.no_grad():
         head.copy_(distribute_tensor(values, head.device_mesh, head.placements, src_data_rank=None))
     for role, name in (("policy", "logprobs"), ("critic", "values")):
-        rows, values = rank.compute(role, name, batch)
+        rows, values = compute_batch(rank, role, name, batch)
         found[name] = {"rows": rows, name: values}  # each role has a plan of its own
     for role in ("policy", "critic"):
         worker = rank.roles[role]

@@ -23,6 +23,7 @@ from tests.support.training import (
     train_with_offloading,
     update,
 )
+from tests.support.whole_batches import compute_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.errors import UserError
 from trainer.workers import host_memory
@@ -133,7 +134,7 @@ def held_in_a_step(rank: Rank, path: str) -> dict[str, dict[str, tuple[int, int]
     for role, method in (("reference", "logprobs"), ("critic", "update"), ("policy", "update"), ("policy", "limits")):
         watch(role, method)
     rank.release_memory()
-    rank.compute("reference", "logprobs", batch)
+    compute_batch(rank, "reference", "logprobs", batch)
     for role in ("critic", "policy"):
         update(rank, role, batch, 2)
     rank.release_memory()
@@ -210,7 +211,7 @@ def save_what_is_away(rank: Rank, path: str, directory: str) -> list[dict[str, t
     rank.begin_save(["policy"], ShardedFiles(f"{directory}/here"))
     rank.finish_save()
     held = []
-    for number, leaves in enumerate((rank.release_memory, lambda: rank.compute("policy", "logprobs", batch))):
+    for number, leaves in enumerate((rank.release_memory, lambda: compute_batch(rank, "policy", "logprobs", batch))):
         leaves()
         rank.begin_save(["policy", "critic"], SlowFiles(f"{directory}/{number}"))
         held.append(bytes_of_roles(rank))
@@ -273,7 +274,7 @@ def offload_during_a_save(rank: Rank, path: str, directory: str) -> float:
     rank.release_memory()
     waited = rank.pop_stall_seconds()
     rank.finish_save()
-    rank.compute("policy", "logprobs", make_batch())
+    compute_batch(rank, "policy", "logprobs", make_batch())
     update(rank, "policy", make_batch(), 3)
     rank.saver.memory("policy").hold(rank.saver.memory("policy").copy({}))  # somebody else needs the only buffer
     with pytest.raises(UserError, match="use a machine with more host memory"):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import GROUPS, PER_GROUP, WIDTH, config, make_batch
+from tests.support.whole_batches import compute_batch, update_batch
 from trainer.checkpoint.sharded import ShardedFiles
 from trainer.config import Config, correction_of
 from trainer.errors import LogprobMismatchError
@@ -47,13 +48,13 @@ def update_both_ways(rank: Rank, path: str) -> dict:
         return {**batch, "advantages": correct_advantages(batch, rank.cfg.algorithm, correction_of(rank.cfg))}
 
     rank.build(roles(rank.cfg, ["policy"]), path)
-    old = assemble(*rank.compute("policy", "logprobs", batch))
-    given = rank.update("policy", corrected({**batch, "old_logprobs": old}), 1)
+    old = assemble(*compute_batch(rank, "policy", "logprobs", batch))
+    given = update_batch(rank, "policy", corrected({**batch, "old_logprobs": old}), 1)
     rank.build(roles(rank.cfg, ["policy"]), path)
     first = mini_batches(batch["group_ids"], rank.roles["policy"].config, 1)[0]
     known = ~np.isin(np.arange(len(old)), first)
     some = {"old_logprobs": old * known[:, None], "has_old_logprobs": known} if known.any() else {}
-    fresh = rank.update("policy", corrected({**batch, **some}), 1)
+    fresh = update_batch(rank, "policy", corrected({**batch, **some}), 1)
     return {
         "old": old * ~known[:, None],
         "given": given.metrics,
@@ -83,7 +84,7 @@ def several_steps(rank: Rank, path: str, configs: list[Config]) -> list[str]:
         rank.cfg = cfg
         rank.build(roles(rank.cfg, ["policy"]), path)
         with pytest.raises(ValueError) as error:
-            rank.update("policy", batch, 1)
+            update_batch(rank, "policy", batch, 1)
         found.append(str(error.value))
     return found
 
@@ -99,7 +100,7 @@ def metrics_of(rank: Rank, path: str) -> list[dict]:
     sampled = make_batch()
     written = {name: array for name, array in sampled.items() if name != "rollout_logprobs"}
     rank.build(roles(rank.cfg, ["policy"]), path)
-    return [rank.update("policy", batch, 1).metrics for batch in (sampled, written)]
+    return [update_batch(rank, "policy", batch, 1).metrics for batch in (sampled, written)]
 
 
 def test_kl_clip_fraction_and_entropy_exist_for_sampled_batches_only(model_path):
@@ -114,7 +115,7 @@ def compare_logprobs(rank: Rank, path: str) -> dict[str, str]:
     """What the update says of engines whose log-probs differ by so much; "untouched" if it left the weights alone."""
     cfg, batch, found = rank.cfg, make_batch(), {}
     rank.build(roles(cfg, ["policy"]), path)
-    own = assemble(*rank.compute("policy", "logprobs", batch))
+    own = assemble(*compute_batch(rank, "policy", "logprobs", batch))
     wrong = np.arange(len(own)) % 3 == 0
     cases = {
         "rounding": ({"rollout_logprobs": own + 4e-4}, "auto"),
@@ -131,9 +132,9 @@ def compare_logprobs(rank: Rank, path: str) -> dict[str, str]:
         rank.build(roles(cfg, ["policy"]), path)
         changed = {key: array for key, array in {**batch, **arrays}.items() if array is not None}
         try:
-            rank.update("policy", changed, 4)
+            update_batch(rank, "policy", changed, 4)
         except LogprobMismatchError as error:
-            same = np.array_equal(own, assemble(*rank.compute("policy", "logprobs", batch)))
+            same = np.array_equal(own, assemble(*compute_batch(rank, "policy", "logprobs", batch)))
             found[name] = f"{'untouched' if same else 'changed'}: {error}"
     return found
 
@@ -150,9 +151,11 @@ def jump(rank: Rank, path: str, directory: str) -> list[str]:
     batch, files, found = make_batch(), ShardedFiles(directory), []
     rank.build(roles(rank.cfg, ["policy"]), path)
     for step, difference in enumerate((2e-6, 5e-4, 5e-4), start=1):
-        own = assemble(*rank.compute("policy", "logprobs", batch))
+        own = assemble(*compute_batch(rank, "policy", "logprobs", batch))
         try:
-            rank.update("policy", {**batch, "rollout_logprobs": own + np.float32(difference) * batch["mask"]}, step)
+            update_batch(
+                rank, "policy", {**batch, "rollout_logprobs": own + np.float32(difference) * batch["mask"]}, step
+            )
         except LogprobMismatchError as error:
             found.append(str(error))
         if step == 1:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.support.ranks import run_ranks
+from tests.support.whole_batches import compute_batch
 from trainer.config import SCORE, Config, RoleSpec, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.base import TrainedWorker
@@ -51,11 +52,11 @@ def score_all(rank: Rank, path: str, other: str) -> dict:
     batch = make_batch()
     assert [isinstance(worker, TrainedWorker) for worker in rank.roles.values()] == [True, False, False]
     assert not any(p.requires_grad for name in ("teacher", "judge") for p in rank.roles[name].module.parameters())
-    rows, scores = rank.compute("judge", "values", batch)
+    rows, scores = compute_batch(rank, "judge", "values", batch)
     return {
         "rows": rows,
         "scores": scores,
-        "logprobs": [rank.compute(n, "logprobs", batch) for n in ("policy", "teacher")],
+        "logprobs": [compute_batch(rank, n, "logprobs", batch) for n in ("policy", "teacher")],
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
+from tests.support.whole_batches import update_batch
 from trainer.algorithms import Totals
 from trainer.config import Config
 from trainer.models.tiny import TinyShape, build_tiny
@@ -66,7 +67,7 @@ def supervised_step(rank: Rank, path: str, batch: Batch) -> tuple[float, dict[st
     index, limits = rank.roles["policy"].limits()
     share = divide(batch, [np.arange(len(batch["lengths"]))], limits, rank.world_size)[index]
     totals = Totals.of(torch.from_numpy(batch["mask"]))
-    return rank.call("policy", "evaluate", share, totals, {})["loss"], rank.update("policy", batch, 1).metrics
+    return rank.call("policy", "evaluate", share, totals, {})["loss"], update_batch(rank, "policy", batch, 1).metrics
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["cross-entropy", "importance weights"])

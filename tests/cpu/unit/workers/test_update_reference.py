@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tests.support.ranks import run_ranks
 from tests.support.roles import roles
 from tests.support.training import update
+from tests.support.whole_batches import compute_batch
 from trainer.config import AlgorithmConfig, Config, OptimizerConfig
 from trainer.parallel.batching import Batch, select
 from trainer.workers.rank import Rank
@@ -238,7 +239,7 @@ def scores(rank: Rank, path: str, batch: Batch) -> tuple[tuple, tuple]:
     head = rank.roles["critic"].module.value_head.weight
     with torch.no_grad():
         head.copy_(distribute_tensor(value_head(), head.device_mesh, head.placements))
-    return rank.compute("policy", "logprobs", batch), rank.compute("critic", "values", batch)
+    return compute_batch(rank, "policy", "logprobs", batch), compute_batch(rank, "critic", "values", batch)
 
 
 def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], np.ndarray]:
@@ -248,7 +249,7 @@ def first_update(rank: Rank, path: str, batch: Batch) -> tuple[dict[str, dict], 
     found = {}
     for name, role in (("old_logprobs", "policy"), ("ref_logprobs", "reference")):
         parts: list = [None] * rank.world_size
-        dist.all_gather_object(parts, rank.compute(role, "logprobs", batch))
+        dist.all_gather_object(parts, compute_batch(rank, role, "logprobs", batch))
         found[name] = assemble(parts, batch)
     metrics = {"reference": update(rank, "policy", {**batch, **found}, 1)}
     rank.build(roles(rank.cfg, ["policy"]), path)
