@@ -103,12 +103,12 @@ class SharedMemoryTransport(Transport):
                 self.kept = source
         finally:
             if self.kept is None:
-                self.ends.ranks.call_one("policy", "close_shared")
+                self.ends.ranks.drop_shared()
 
     def drop_kept(self) -> None:
         if self.kept is not None:
             self.kept = None
-            self.ends.ranks.call_one("policy", "close_shared")
+            self.ends.ranks.drop_shared()
 
 
 class StreamedTransport(Transport):

@@ -186,6 +186,9 @@ class TrainWorkers:
         parts = self.policy.call("call", "policy", "write_shared", directory, dtype)
         return directory, sum(parts)
 
+    def drop_shared(self) -> None:
+        self.call_one("policy", "close_shared")
+
     def begin_save(self, files: Any) -> Callable[[], list[dict]]:
         """Begin to write the roles that have a state of their own through `files` (`ShardedFiles`). What this returns,
         called on any thread, waits for it and returns the files of all ranks."""
