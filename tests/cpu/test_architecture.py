@@ -132,7 +132,7 @@ MOST_LINES = {
     "inference": (1590, 900),
     "rewards": (972, 900),
     "sandbox": (1284, 1200),
-    "objectives algorithms learner workers parallel": (5928, 5400),
+    "objectives algorithms learner workers parallel": (5939, 5400),
     "models": (4363, 3400),
     "checkpoint": (4047, 3200),
     "cluster": (2305, 2200),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import Distribution, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,19 @@ def init_process_group(rank: int, world_size: int, address: str, device: str, ti
 def destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class SideGroup:
+    """A second gloo group of all ranks, through which a thread can communicate while the ranks train."""
+
+    def __init__(self) -> None:
+        self.handle = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank(self.handle)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(self.handle)
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
 
 
 class Layout:

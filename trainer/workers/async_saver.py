@@ -10,9 +10,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.errors import is_disk_unwritable, text_of
+from trainer.parallel.mesh import SideGroup
 from trainer.process.failpoints import failpoint
 from trainer.process.tracing import TRACER
 from trainer.workers.host_memory import HostCopy, HostMemory, storages_of
@@ -26,7 +26,7 @@ class AsyncSaver:
     stream of its own."""
 
     def __init__(self, device: str):
-        self._group = dist.new_group(backend="gloo")  # so that the writers can communicate while the ranks train
+        self._group = SideGroup()
         self._gpu = torch.cuda.current_device() if device == "cuda" else None
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._memory: dict[str, HostMemory] = {}
@@ -138,7 +138,7 @@ class AsyncSaver:
                     self._stage(states, copies, ready)
                 staged = {name: copy.state(states[name]) for name, copy in copies.items()}
             except Exception as error:
-                self._agree(OSError(f"rank {dist.get_rank(self._group)} could not copy its state: {error}"))
+                self._agree(OSError(f"rank {self._group.rank} could not copy its state: {error}"))
             else:
                 self._agree(None)
             finally:
@@ -149,7 +149,7 @@ class AsyncSaver:
                 failpoint("save:staged")
                 try:
                     with TRACER.span(f"write {name}", _SAVES):
-                        self._entries += files.write(name, staged[name], extras[name], self._group)
+                        self._entries += files.write(name, staged[name], extras[name], self._group.handle)
                 except Exception as error:
                     number = [errno.ENOSPC] if is_disk_unwritable(error) else []
                     self._agree(OSError(*number, text_of(error)))  # no other process may know the type of `error`
@@ -163,6 +163,4 @@ class AsyncSaver:
 
     def _agree(self, problem: OSError | None) -> None:
         """Share the failure of one rank with all ranks, so that none waits for a file that will never exist."""
-        problems: list[OSError | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems, problem, group=self._group)
-        self._problem = next((p for p in problems if p is not None), None)
+        self._problem = next((p for p in self._group.gather(problem) if p is not None), None)

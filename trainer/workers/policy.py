@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -191,7 +190,7 @@ class PolicyWorker(TrainedWorker):
         """Write the weights as `write_weights` does; return this rank's part of their `WeightsDigest`."""
         self.write_weights(directory, dtype)
         digest = WeightsDigest()
-        digest.add_files(directory, dist.get_rank(), dist.get_world_size())
+        digest.add_files(directory, self.layout.rank, math.prod(self.layout.sizes.values()))
         return digest.total
 
     def open_shared(self, dtype: str, reserved: int) -> str:
