@@ -44,8 +44,9 @@ from benchmarks.ranks import make_batch
 from tests.support.whole_batches import compute_batch, update_batch
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.buckets import client_of
-from trainer.checkpoint.manifest import MANIFEST, files_at
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.sharded import ShardCheck, ShardedFiles
+from trainer.checkpoint.storage import open_storage
 from trainer.config import Config, RolloutConfig, policy_role
 from trainer.models.tiny import TinyShape, build_tiny
 from trainer.workers.policy import PolicyWorker
@@ -114,13 +115,13 @@ class Measured:
     def put(self, path: str) -> None:
         if self.number == 0:
             block = os.urandom(_BLOCK)
-            with files_at(path).open_writer("plain") as stream:
+            with open_storage(path).open_writer("plain") as stream:
                 for _ in range(self.size // len(block) + 1):
                     stream.write(block)
 
     def get(self, path: str) -> None:
         if self.number == 0:
-            files_at(path).digest("plain")
+            open_storage(path).digest("plain")
 
     def write(self, path: str) -> list[dict]:
         self.rank.begin_save(["policy"], ShardedFiles(path))
@@ -134,7 +135,7 @@ class Measured:
         self.size = sum(entry["bytes"] for entry in files)
         if self.number == 0:
             content = {"step": 1, "parts": [], "saved_at": datetime.now(UTC).isoformat(), "parent_step": None}
-            files_at(path).write(MANIFEST, manifests.dump({**content, "files": files}))
+            open_storage(path).write(MANIFEST, manifests.dump({**content, "files": files}))
         dist.barrier()
 
     def load(self, path: str) -> None:
@@ -220,7 +221,7 @@ def store_round(ours: Measured, url: str) -> None:
         ours.loop(STORE_BLOCKED, f"{root}/global_step_2")
     dist.barrier()
     if ours.number == 0:
-        files_at(root).storage.delete_below("")
+        open_storage(root).delete_below("")
     dist.barrier()
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Component, Restore, files_component, json_component
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles
+from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.store import open_store
 
 
@@ -26,7 +27,7 @@ def parts_of(state: dict) -> list[Component]:
     """`state` as two parts: the number `n` in a JSON file, and `bytes` in another."""
 
     def load(checkpoint: Checkpoint, _: Restore) -> None:
-        state["bytes"] = checkpoint.files.read("weights/shard")
+        state["bytes"] = checkpoint.files.get("weights/shard")
 
     return [
         json_component("counters", lambda: {"n": state["n"]}, lambda saved: state.update(saved)),
@@ -57,8 +58,8 @@ def hidden(root: Path) -> list[str]:
 
 
 def sharded_parts(state: dict) -> list[Component]:
-    def begin(staging: CheckpointFiles):
-        files = ShardedFiles(staging.path)
+    def begin(staging: Storage):
+        files = ShardedFiles(staging.root)
         tensors = {"w": state["w"].clone(), "lr": state["lr"]}
         group = dist.group.WORLD
         return lambda: [manifests.FileEntry(**e) for e in files.write("policy", tensors, {"extra.json": "{}"}, group)]

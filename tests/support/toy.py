@@ -18,7 +18,8 @@ import numpy as np
 
 from tests.support.jobs import comparable, metrics
 from trainer.algorithms import FixedKL
-from trainer.checkpoint.manifest import FileEntry, files_at
+from trainer.checkpoint.manifest import FileEntry
+from trainer.checkpoint.storage import open_storage
 from trainer.config import Config, SFTConfig
 from trainer.episodes import Sample
 from trainer.files.atomic_io import digest_bytes
@@ -57,14 +58,14 @@ class ToyRanks:
         def finish() -> list[dict]:
             if self.fail_saves:
                 raise self.fail_saves.pop(0)
-            files_at(files.directory).write(_FILE, data)
+            open_storage(files.directory).write(_FILE, data)
             return [asdict(FileEntry(_FILE, len(data), digest_bytes(data)))]
 
         return finish
 
     def load(self, role: str, files: Any, kinds: Collection[str], steps_added: int = 0) -> None:
         if "weights" in kinds:
-            self.number = json.loads(files_at(files.directory).read(_FILE))
+            self.number = json.loads(open_storage(files.directory).get(_FILE))
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
         return {0: getattr(value, method)(*args)}

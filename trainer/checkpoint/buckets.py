@@ -25,7 +25,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from trainer.checkpoint.storage import StoreError, for_each
+from trainer.checkpoint.storage import Storage, StoreError, for_each
 from trainer.errors import UserError, one_line
 from trainer.files.uris import StoreSpec, split_http_url, store_spec
 from trainer.process import time_limits
@@ -86,20 +86,12 @@ def client_of(scheme: str) -> ObjectStoreClient:
         ) from error
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """The objects below a URL. Every method raises StoreError if the store fails."""
 
-    disk = None
-
     def __init__(self, root: str):
-        self.root = root.rstrip("/")
+        super().__init__(root.rstrip("/"))
         self._scheme, _, self._path = self.root.partition("://")
-
-    def exists(self) -> bool:
-        return True
-
-    def make(self) -> None:
-        """Do nothing: a prefix needs no directory."""
 
     @property
     def client(self) -> ObjectStoreClient:
@@ -109,9 +101,6 @@ class ObjectStorage:
     def path(self, key: str) -> str:
         """Return the path of a key, as the client takes it."""
         return posixpath.join(self._path, key).rstrip("/")
-
-    def get(self, key: str) -> bytes:
-        return self.get_with_etag(key)[0]
 
     def get_with_etag(self, key: str) -> tuple[bytes, str]:
         with _named_errors():
@@ -141,11 +130,8 @@ class ObjectStorage:
             return False
         return True
 
-    def delete_if_match(self, key: str, etag: str) -> bool:
-        return False  # not every store knows a delete on a condition
-
     @contextlib.contextmanager
-    def open_writer(self, key: str) -> Iterator[IO[bytes]]:
+    def open_stream(self, key: str) -> Iterator[IO[bytes]]:
         with _named_errors(), self.client.open_writer(self.path(key)) as stream:
             yield stream
 

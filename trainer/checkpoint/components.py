@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles, FileEntry, read_object, reading
+from trainer.checkpoint.manifest import Checkpoint, FileEntry, read_object, reading
 from trainer.checkpoint.sharded import ShardedFiles
+from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.store import Ranks
 from trainer.config import LOAD_COMPONENTS, Config
 from trainer.errors import UserError, as_list
@@ -64,7 +65,7 @@ class Component:
     """One kind of state in a checkpoint."""
 
     name: str
-    begin: Callable[[CheckpointFiles], Callable[[], list[FileEntry]]]
+    begin: Callable[[Storage], Callable[[], list[FileEntry]]]
     """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
     writes files to the staging area, or waits for the processes that write them, and returns the entries of the
     durable, hashed files."""
@@ -86,7 +87,7 @@ def files_component(
 ) -> Component:
     """Make a component of small files: `content()` returns their bytes by path below the checkpoint."""
 
-    def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+    def begin(staging: Storage) -> Callable[[], list[FileEntry]]:
         files = content()
 
         def write() -> list[FileEntry]:
@@ -132,19 +133,19 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the resolved config that a checkpoint was saved with, without secrets. CorruptCheckpointError:
     `config.yaml` is missing, or is not a mapping of sections."""
     with reading(checkpoint.path, CONFIG_FILE):
-        return parse_yaml(checkpoint.files.read(CONFIG_FILE), {str: dict})
+        return parse_yaml(checkpoint.files.get(CONFIG_FILE), {str: dict})
 
 
 def models_component(ranks: Ranks, files_of: Callable[[str], Any] = ShardedFiles) -> Component:
     """Make the component that the ranks write: weights, optimizers, schedules and RNG states of the saved roles.
     `files_of`: returns what writes and reads the states below a directory."""
 
-    def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        finish = ranks.begin_save(files_of(staging.path))
+    def begin(staging: Storage) -> Callable[[], list[FileEntry]]:
+        finish = ranks.begin_save(files_of(staging.root))
         return lambda: [FileEntry(**entry) for entry in finish()]
 
     def load(checkpoint: Checkpoint, restore: Restore) -> None:
-        files = files_of(checkpoint.files.path)
+        files = files_of(checkpoint.files.root)
         kinds = set(restore.kinds.intersection(_OF_RANKS))
         for role in ranks.saved_roles:
             if role not in checkpoint.manifest["roles"] and restore.fork:

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.checkpoint.manifest import LATEST, files_at, step_in
-from trainer.checkpoint.storage import for_each
+from trainer.checkpoint.manifest import LATEST, step_in
+from trainer.checkpoint.storage import for_each, open_storage
 from trainer.config import Config
 from trainer.errors import UserError, failure_source_of, is_disk_unwritable
 from trainer.files.atomic_io import naming
@@ -68,7 +68,7 @@ class PolicyExports:
 def check_export_path(path: str) -> None:
     """Check that a run may export to the directory or URL `path`, before anything starts. UserError: checkpoints of
     another run are there, or something that an export would have to replace."""
-    storage = files_at(path).storage
+    storage = open_storage(path)
     try:
         names = storage.names()
     except OSError:  # a store that is out of service now may be there when the first export is made
@@ -82,16 +82,16 @@ def check_export_path(path: str) -> None:
 
 def is_exported(target: str) -> bool:
     """Return whether there is a whole export at a path or URL."""
-    return any(name in MADE_LAST for name in files_at(target).storage.names())
+    return any(name in MADE_LAST for name in open_storage(target).names())
 
 
 @contextlib.contextmanager
 def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
     """Give the block a local path to export to: `target`, or a directory whose content is then put at the URL `target`.
     `scratch`: the parent of that directory, which all ranks see; None: that of temporary files."""
-    files = files_at(target)
+    files = open_storage(target)
     with TRACER.span("export"), naming(target), contextlib.ExitStack() as temporary:
-        if files.storage.disk is not None:
+        if files.disk is not None:
             yield target
             return
         folder = temporary.enter_context(tempfile.TemporaryDirectory(dir=scratch, prefix=".export-"))
@@ -99,6 +99,6 @@ def export_directory(target: str, scratch: str | None = None) -> Iterator[str]:
         yield made
         paths = [path.relative_to(made).as_posix() for path in sorted(Path(made).rglob("*")) if path.is_file()]
         for name in MADE_LAST:
-            files.storage.delete(name)  # of an earlier export, which is replaced
+            files.delete(name)  # of an earlier export, which is replaced
         for batch in ([path for path in paths if path not in MADE_LAST], [path for path in MADE_LAST if path in paths]):
             for_each(lambda path: files.upload(os.path.join(made, path), path), batch, _PARALLEL)

@@ -26,12 +26,11 @@ from trainer.checkpoint.components import Component, Restore
 from trainer.checkpoint.manifest import (
     Checkpoint,
     CheckpointError,
-    CheckpointFiles,
     CorruptCheckpointError,
     FileEntry,
     UnreadableError,
 )
-from trainer.checkpoint.storage import StoreError
+from trainer.checkpoint.storage import Storage, StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import UserError, as_list, is_disk_unwritable, text_of
 from trainer.process import time_limits
@@ -114,7 +113,7 @@ class CheckpointManager:
         self._log_level = log_level
         self._saving: threading.Thread | None = None
         self._results: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()  # of the threads of saves
-        self._failed: list[CheckpointFiles] = []
+        self._failed: list[Storage] = []
         """Staging areas of failed saves, into which ranks may still have written while they were deleted."""
 
     # ---------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ class CheckpointManager:
         assert len(set(names)) == len(names), f"saved twice: {names}"
         started = time.monotonic()
         failpoint("save:begin")
-        staging: CheckpointFiles | None = None
+        staging: Storage | None = None
         finishers: list[Callable[[], list[FileEntry]]] = []
         failure: Exception | None = None
         try:
@@ -213,7 +212,7 @@ class CheckpointManager:
         self,
         step: int,
         names: list[str],
-        staging: CheckpointFiles,
+        staging: Storage,
         files: Sequence[FileEntry],
         description: dict[str, Any],
     ) -> int:

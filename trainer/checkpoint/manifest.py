@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import posixpath
 import re
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from types import NoneType
-from typing import IO, Any
-
-import xxhash
+from typing import Any
 
 from trainer import __version__
-from trainer.checkpoint.storage import Storage, for_each, open_storage
+from trainer.checkpoint.storage import FileEntry, Storage, for_each, open_storage
 from trainer.errors import UserError, one_line
-from trainer.files.atomic_io import digest_bytes, digest_file, is_unrelated_to_content
+from trainer.files.atomic_io import digest_bytes, is_unrelated_to_content
 from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mismatch, parse_object
 
 MANIFEST = "manifest.json"
@@ -29,8 +25,6 @@ LATEST = "latest_ckpt_global_step.txt"  # a file in the directory of checkpoints
 _STEP_DIRECTORY = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
 FOLDER = "files-"
 """How the name of a folder begins that holds the files of a checkpoint in an object store."""
-_READ_BYTES = 32 << 20
-_CHUNK_BYTES = 8 << 20
 Fields = dict[str, Any]  # the fields of a manifest, of which `files` has a dict for each `FileEntry`
 FORMAT_VERSION = 2
 VERIFY = ("hash", "unsharded", "size")
@@ -39,129 +33,12 @@ ranks check when they load them (see `sharded.checked_shards`); sizes alone."""
 _SHARD = re.compile(r"__([0-9]+)_[0-9]+\.distcp\Z")
 _HASH = re.compile(r"[0-9a-f]{32}")
 _HASHERS = min(16, os.cpu_count() or 1)
-_PARALLEL = 4
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of a checkpoint: its path below the checkpoint, its size and its xxh3-128."""
-
-    path: str
-    bytes: int
-    hash: str
-
-
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """The files below the root of a storage. What this process has written is measured and hashed on its way."""
-
-    storage: Storage
-    written: dict[str, FileEntry] = field(default_factory=dict, compare=False)
-    """The files that were written through this value, by path."""
-
-    @property
-    def path(self) -> str:
-        """The path or URL of the files."""
-        return self.storage.root
-
-    @property
-    def folder(self) -> str:
-        """The name of the folder below the checkpoint that holds the files; empty: there is none."""
-        name = posixpath.basename(self.path)
-        return name if self.storage.disk is None and name.startswith(FOLDER) else ""
-
-    def read(self, path: str) -> bytes:
-        """Return the content of a file. No component of `path` may be a link."""
-        return self.storage.get(path)
-
-    def write(self, path: str, data: bytes) -> FileEntry:
-        """Write a small file atomically and durably: after a crash it is complete or absent."""
-        self.storage.put(path, data)
-        self.written[path] = FileEntry(path, len(data), digest_bytes(data))
-        return self.written[path]
-
-    @contextlib.contextmanager
-    def open_writer(self, path: str) -> Iterator[HashedStream]:
-        """Write a large file, durable after the block, except for its name (see `sync`)."""
-        with self.storage.open_writer(path) as stream:
-            hashed = HashedStream(stream)
-            yield hashed
-        self.written[path] = FileEntry(path, hashed.tell(), hashed.digest())
-
-    def upload(self, source: str, path: str) -> None:
-        """Write the content of a file of this machine."""
-        with open(source, "rb") as file, self.open_writer(path) as stream:
-            while chunk := file.read(_CHUNK_BYTES):
-                stream.write(chunk)
-
-    def digest(self, path: str, copy: int | None = None) -> str:
-        """Return the xxh3-128 of a file's content. `copy`: descriptor of a local file that gets the content."""
-        if self.storage.disk is not None:
-            return digest_file(self.storage.disk.path(path))
-        digest, size = xxhash.xxh3_128(), self.storage.size(path)
-
-        def fetch(start: int) -> None:
-            data = self.storage.get_range(path, start, min(start + _READ_BYTES, size))
-            digest.update(data) if copy is None else os.pwrite(copy, data, start)
-
-        for_each(fetch, range(0, size, _READ_BYTES), 1 if copy is None else _PARALLEL)
-        return digest.hexdigest() if copy is None else digest_file(f"/proc/self/fd/{copy}")
-
-    def contains(self, path: str) -> bool:
-        """Return whether `path` stays below the root, links included, and has its shortest form.
-
-        A pipe or a device is not inside: reading it could take for ever.
-        """
-        if posixpath.normpath(path) != path or path.split("/")[0] in ("", ".", ".."):
-            return False
-        return self.storage.disk is None or self.storage.disk.contains(path)
-
-    def sync(self, folder: str) -> None:
-        """Make what was written to a folder durable. An object is durable when its put has been answered."""
-        if self.storage.disk is not None:
-            names = [posixpath.basename(path) for path in self.written if posixpath.dirname(path) == folder]
-            self.storage.disk.sync(folder, names)
-
-    def free_bytes(self) -> int | None:
-        """Return the free space of the disk; None: the storage has no end."""
-        return None if self.storage.disk is None else shutil.disk_usage(self.path).free
 
 
 def step_in(path: str) -> int | None:
     """Return the step in the name of a checkpoint; None if the name does not belong to a checkpoint."""
     match = _STEP_DIRECTORY.match(posixpath.basename(path.rstrip("/")))
     return int(match[1]) if match else None
-
-
-def files_at(path: str) -> CheckpointFiles:
-    """Return the files of the checkpoint or staging area at a path or URL."""
-    return CheckpointFiles(open_storage(path))
-
-
-class HashedStream(io.RawIOBase):
-    """A stream that hashes what is written to it. To close it does not close the stream below."""
-
-    def __init__(self, stream: IO[bytes]):
-        self._stream = stream
-        self._hash = xxhash.xxh3_128()
-        self._written = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        content = memoryview(data).cast("B")
-        self._hash.update(content)
-        self._stream.write(content)
-        self._written += len(content)
-        return len(content)
-
-    def tell(self) -> int:
-        return self._written
-
-    def digest(self) -> str:
-        """Return the xxh3-128 of what has been written."""
-        return self._hash.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -173,9 +50,9 @@ class Checkpoint:
     manifest: dict[str, Any]
 
     @property
-    def files(self) -> CheckpointFiles:
+    def files(self) -> Storage:
         """The files of the checkpoint."""
-        return files_at(posixpath.join(self.path, self.manifest.get("folder", "")))
+        return open_storage(posixpath.join(self.path, self.manifest.get("folder", "")))
 
     @property
     def entries(self) -> list[FileEntry]:
@@ -313,7 +190,7 @@ def read(path: str) -> Checkpoint:
     path = path.rstrip("/")
     with reading(path, MANIFEST):
         try:
-            manifest = parse_object(files_at(path).read(MANIFEST), {"format_version": is_count})
+            manifest = parse_object(open_storage(path).get(MANIFEST), {"format_version": is_count})
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{path}: not a checkpoint, it has no {MANIFEST}") from None
     if manifest["format_version"] != FORMAT_VERSION:
@@ -339,7 +216,7 @@ def read_object(
     if missing_ok and all(entry.path != name for entry in checkpoint.entries):
         return {}
     with reading(checkpoint.path, name):
-        return parse_object(checkpoint.files.read(name), shape)
+        return parse_object(checkpoint.files.get(name), shape)
 
 
 def verify(path: str, level: str = "hash") -> Checkpoint:
@@ -364,7 +241,7 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
     def check_size(entry: FileEntry) -> None:
         with reading(path, posixpath.join(folder, entry.path)):
             try:
-                size = files.storage.size(entry.path)
+                size = files.size(entry.path)
             except FileNotFoundError:
                 raise CorruptCheckpointError(f"{path}: {entry.path} is missing") from None
         if size != entry.bytes:
@@ -377,7 +254,7 @@ def check_files(checkpoint: Checkpoint, level: str) -> None:
 
 
 def check_digest(checkpoint: Checkpoint, entry: FileEntry, copy: int | None = None) -> None:
-    """Check the content of one file of a checkpoint (see `verify` and `CheckpointFiles.digest`)."""
+    """Check the content of one file of a checkpoint (see `verify` and `Storage.digest`)."""
     try:
         with reading(checkpoint.path, posixpath.join(checkpoint.manifest.get("folder", ""), entry.path)):
             digest = checkpoint.files.digest(entry.path, copy)

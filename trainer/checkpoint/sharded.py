@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.lock import machine_name
-from trainer.checkpoint.manifest import Checkpoint, FileEntry, check_digest, files_at
-from trainer.checkpoint.storage import for_each
+from trainer.checkpoint.manifest import Checkpoint, FileEntry, check_digest
+from trainer.checkpoint.storage import for_each, open_storage
 from trainer.checkpoint.store import Ranks
 from trainer.errors import UserError, format_size
 from trainer.process.failpoints import failpoint
@@ -50,14 +50,14 @@ class ShardedFiles:
 
         from trainer.checkpoint.tensors import ShardWriter
 
-        files, rank = files_at(self.directory), dist.get_rank(group)
+        files, rank = open_storage(self.directory), dist.get_rank(group)
         try:
             dcp.save(state, storage_writer=ShardWriter(files, name), process_group=group)
             failpoint("save:shards_written")
             if rank == 0:
                 for file, text in extra.items():
                     files.write(f"{name}/{file}", text.encode())
-            files.sync(name)
+            files.sync_written(name)
         except dcp.CheckpointException as error:  # a BaseException, so `except Exception` would not catch it
             failed, (cause, _) = next(iter(error.failures.items()))
             free, needed = files.free_bytes(), _size(state)
@@ -87,7 +87,7 @@ class ShardedFiles:
 
         problems: list[str | None] = [None]
         try:
-            reader = ShardReader(files_at(self.directory), name)
+            reader = ShardReader(open_storage(self.directory), name)
             for entry in optional:
                 part, _, key = entry.partition(".")
                 if key in state.get(part, {}) and entry not in reader.metadata.state_dict_metadata:
@@ -103,7 +103,7 @@ class ShardedFiles:
 
     def read_json(self, name: str, file: str) -> bytes:
         """Return the content of a small file below `{directory}/{name}`."""
-        return files_at(self.directory).read(f"{name}/{file}")
+        return open_storage(self.directory).get(f"{name}/{file}")
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class ShardCheck:
         rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         files, shards = self.checkpoint.files, self.checkpoint.shards
         free, needed = available_bytes(), 2 * sum(entry.bytes for entry in shards)
-        keeps = files.storage.disk is None and hasattr(os, "memfd_create") and (free is None or free > needed)
+        keeps = files.disk is None and hasattr(os, "memfd_create") and (free is None or free > needed)
 
         def check(entry: FileEntry) -> None:
             copy = os.memfd_create("shard") if keeps else None
             if copy is not None:
-                HELD[f"{files.path}/{entry.path}"] = copy
+                HELD[f"{files.root}/{entry.path}"] = copy
             check_digest(self.checkpoint, entry, copy)
 
         try:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.components import Component, models_component
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import Checkpoint, files_at
+from trainer.checkpoint.manifest import Checkpoint
 from trainer.checkpoint.sharded import ShardedFiles
-from trainer.checkpoint.storage import LocalStorage
+from trainer.checkpoint.storage import LocalStorage, open_storage
 from trainer.checkpoint.store import LocalStore, Ranks
 from trainer.errors import UserError, format_size
 from trainer.files.shared_memory import PREFIX, SHARED_MEMORY, PrivateDirectory
@@ -45,7 +45,7 @@ class RankFiles(ShardedFiles):
         import torch
         import torch.distributed as dist
 
-        files, rank = files_at(self.directory), dist.get_rank(group)
+        files, rank = open_storage(self.directory), dist.get_rank(group)
         tensors: dict[_Path, tuple[int, Any, Any]] = {}
         values: dict[_Path, Any] = {}
         with files.open_writer(f"{name}/rank_{rank}.bin") as stream:
@@ -72,8 +72,8 @@ class RankFiles(ShardedFiles):
         import torch
         import torch.distributed as dist
 
-        files, rank = files_at(self.directory), dist.get_rank(group)
-        index = torch.load(io.BytesIO(files.read(f"{name}/rank_{rank}.pt")), weights_only=True)
+        files, rank = open_storage(self.directory), dist.get_rank(group)
+        index = torch.load(io.BytesIO(files.get(f"{name}/rank_{rank}.pt")), weights_only=True)
         tensors, values = index["tensors"], index["values"]
         found = dict(_leaves(state))
         if found.keys() != tensors.keys() | values.keys():

@@ -9,17 +9,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
+import posixpath
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar
+
+import xxhash
 
 from trainer.errors import UserError
 from trainer.files.atomic_io import (
     digest_bytes,
+    digest_file,
     file_problem,
     naming,
     read_inside,
@@ -32,6 +38,9 @@ from trainer.files.uris import is_url
 T = TypeVar("T")
 
 _GUARD_ATTEMPTS = 10
+_READ_BYTES = 32 << 20
+_CHUNK_BYTES = 8 << 20
+_PARALLEL = 4
 JOURNAL = ".journal"  # the directory of the records of rollouts
 TURNS = ".turns"  # the end of a file with turns of episodes; one of whole episodes ends with `.arrow`
 _RECORDS = re.compile(r"step_(0|[1-9][0-9]{0,17})-([1-9][0-9]{0,18})-[0-9a-f]{32}\.(?:arrow|turns)")
@@ -41,31 +50,133 @@ class StoreError(UserError, OSError):
     """The store does not answer, or refuses. This says nothing about whether an object is there, or is damaged."""
 
 
-class Storage(Protocol):
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: its path below the checkpoint, its size and its xxh3-128."""
+
+    path: str
+    bytes: int
+    hash: str
+
+
+class Storage:
     """A directory or a prefix. Every method raises OSError if the storage fails.
 
     What has been put is durable when the call returns. A method that reads raises FileNotFoundError if the key is
-    missing. A prefix needs no `make`, and always `exists`.
+    missing. What is written with `write`, `open_writer` and `upload` is measured and hashed on its way.
     """
 
-    root: str  # an absolute path or a URL, without a slash at its end
-    disk: LocalStorage | None
+    disk: LocalStorage | None = None
     """The storage itself, if it is a disk, which knows directories, links and renames; None: it is none."""
 
-    def exists(self) -> bool: ...
-    def make(self) -> None: ...
-    def get(self, key: str) -> bytes: ...
+    def __init__(self, root: str):
+        self.root = root  # an absolute path or a URL, without a slash at its end
+        self.written: dict[str, FileEntry] = {}  # by key, what was written and hashed through this value
+
+    # ---------------------------------------------------------------------------------------------------
+    # What each kind of storage does for itself
+
     def get_with_etag(self, key: str) -> tuple[bytes, str]: ...  # the tag changes with every write
     def get_range(self, key: str, start: int, end: int) -> bytes: ...  # from `start` to before `end`
     def put(self, key: str, data: bytes) -> None: ...  # whole, or not at all
     def put_if(self, key: str, data: bytes, etag: str | None) -> bool: ...  # if it has this tag; None: if it is absent
-    def open_writer(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...  # large: there after the block
-    def delete_if_match(self, key: str, etag: str) -> bool: ...  # false also where the storage has no such request
+    def open_stream(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...  # large: there after the block
     def size(self, key: str) -> int: ...
     def list(self, prefix: str = "") -> dict[str, int]: ...  # sizes of all below `prefix`, by key
     def names(self, prefix: str = "") -> list[str]: ...  # directly below `prefix`, folders too; empty: it is absent
     def delete(self, key: str) -> None: ...  # if it is there
     def delete_below(self, prefix: str) -> None: ...
+
+    # ---------------------------------------------------------------------------------------------------
+    # What a disk does otherwise
+
+    def get(self, key: str) -> bytes:
+        return self.get_with_etag(key)[0]
+
+    def exists(self) -> bool:
+        """Return whether the root is there. A prefix always is."""
+        return True
+
+    def make(self) -> None:
+        """Make the root. A prefix needs none."""
+
+    def delete_if_match(self, key: str, etag: str) -> bool:
+        """Return whether an object with this tag was deleted. Not every store knows such a request."""
+        return False
+
+    def sync_written(self, folder: str) -> None:
+        """Make what was written to a folder durable. An object is durable when its put has been answered."""
+
+    def free_bytes(self) -> int | None:
+        """Return the free space; None: the storage has no end."""
+        return None
+
+    def digest(self, key: str, copy: int | None = None) -> str:
+        """Return the xxh3-128 of the content. `copy`: descriptor of a local file that gets the content."""
+        digest, size = xxhash.xxh3_128(), self.size(key)
+
+        def fetch(start: int) -> None:
+            data = self.get_range(key, start, min(start + _READ_BYTES, size))
+            digest.update(data) if copy is None else os.pwrite(copy, data, start)
+
+        for_each(fetch, range(0, size, _READ_BYTES), 1 if copy is None else _PARALLEL)
+        return digest.hexdigest() if copy is None else digest_file(f"/proc/self/fd/{copy}")
+
+    def contains(self, key: str) -> bool:
+        """Return whether a key stays below the root, links included, and has its shortest form.
+
+        A pipe or a device is not inside: reading it could take for ever.
+        """
+        return posixpath.normpath(key) == key and key.split("/")[0] not in ("", ".", "..")
+
+    # ---------------------------------------------------------------------------------------------------
+    # Writes that are hashed
+
+    def write(self, key: str, data: bytes) -> FileEntry:
+        """Write a small file atomically and durably: after a crash it is complete or absent."""
+        self.put(key, data)
+        self.written[key] = FileEntry(key, len(data), digest_bytes(data))
+        return self.written[key]
+
+    @contextlib.contextmanager
+    def open_writer(self, key: str) -> Iterator[HashedStream]:
+        """Write a large file, durable after the block, except for its name (see `sync_written`)."""
+        with self.open_stream(key) as stream:
+            hashed = HashedStream(stream)
+            yield hashed
+        self.written[key] = FileEntry(key, hashed.tell(), hashed.digest())
+
+    def upload(self, source: str, key: str) -> None:
+        """Write the content of a file of this machine."""
+        with open(source, "rb") as file, self.open_writer(key) as stream:
+            while chunk := file.read(_CHUNK_BYTES):
+                stream.write(chunk)
+
+
+class HashedStream(io.RawIOBase):
+    """A stream that hashes what is written to it. To close it does not close the stream below."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream = stream
+        self._hash = xxhash.xxh3_128()
+        self._written = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        content = memoryview(data).cast("B")
+        self._hash.update(content)
+        self._stream.write(content)
+        self._written += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        return self._written
+
+    def digest(self) -> str:
+        """Return the xxh3-128 of what has been written."""
+        return self._hash.hexdigest()
 
 
 def records_in(names: Iterable[str]) -> dict[str, int]:
@@ -100,7 +211,7 @@ def open_storage(root: str) -> Storage:
     return LocalStorage(root)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A directory. A key is the path of a file below it.
 
     Writes on a condition hold a lock on the file `<key>.guard`, so they exclude each other on all machines that see the
@@ -108,7 +219,7 @@ class LocalStorage:
     """
 
     def __init__(self, root: str):
-        self.root = os.path.abspath(root)
+        super().__init__(os.path.abspath(root))
 
     @property
     def disk(self) -> LocalStorage:
@@ -170,8 +281,7 @@ class LocalStorage:
         return is_match
 
     @contextlib.contextmanager
-    def open_writer(self, key: str) -> Iterator[IO[bytes]]:
-        """Write a large file. It is durable after the block, except for its name (see `sync`)."""
+    def open_stream(self, key: str) -> Iterator[IO[bytes]]:
         path = self.path(key)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with naming(path), open(path, "wb") as file:
@@ -226,8 +336,18 @@ class LocalStorage:
             sync_path(os.path.join(self.path(prefix), name))
         sync_path(self.path(prefix))
 
+    def sync_written(self, folder: str) -> None:
+        self.sync(folder, [posixpath.basename(key) for key in self.written if posixpath.dirname(key) == folder])
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+    def digest(self, key: str, copy: int | None = None) -> str:
+        return digest_file(self.path(key))
+
     def contains(self, key: str) -> bool:
-        """Return whether a key stays below the directory, links included, and names a regular file or nothing."""
+        if not super().contains(key):
+            return False
         root = os.path.realpath(self.root)
         target = os.path.realpath(os.path.join(root, key))
         return target.startswith(root + os.sep) and (not os.path.exists(target) or file_problem(target) is None)

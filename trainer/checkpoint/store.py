@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import NAME, RunLock
-from trainer.checkpoint.manifest import FOLDER, LATEST, MANIFEST, CheckpointFiles, Fields, files_at, step_in
+from trainer.checkpoint.manifest import FOLDER, LATEST, MANIFEST, Fields, step_in
 from trainer.checkpoint.storage import JOURNAL, LocalStorage, Storage, for_each, open_storage
 from trainer.errors import UserError, one_line
 from trainer.files.atomic_io import drop_from_page_cache
@@ -79,11 +79,11 @@ class CheckpointStore:
         """Return the steps that are committed, ascending."""
         raise NotImplementedError
 
-    def begin(self, step: int) -> CheckpointFiles:
+    def begin(self, step: int) -> Storage:
         """Return an empty staging area. A random token in its name keeps it apart from every other."""
         raise NotImplementedError
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: Storage, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
         """Turn a staging area into the checkpoint of a step.
 
         Args:
@@ -92,7 +92,7 @@ class CheckpointStore:
         """
         raise NotImplementedError
 
-    def abort(self, staging: CheckpointFiles) -> None:
+    def abort(self, staging: Storage) -> None:
         """Delete a staging area."""
         raise NotImplementedError
 
@@ -176,12 +176,12 @@ class LocalStore(CheckpointStore):
     def steps(self) -> list[int]:
         return sorted(step for step in map(step_in, self.storage.names()) if step is not None)
 
-    def begin(self, step: int) -> CheckpointFiles:
+    def begin(self, step: int) -> Storage:
         staging = LocalStorage(self._disk.path(f"{_STAGING}{_name(step)}-{secrets.token_hex(4)}"))
         os.makedirs(staging.root)
-        return CheckpointFiles(staging)
+        return staging
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: Storage, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
         data = manifests.dump(manifest)
         if os.path.exists(self.path(step)):
             if self.storage.get(f"{_name(step)}/{MANIFEST}") != self._tried.get(step):
@@ -189,15 +189,15 @@ class LocalStore(CheckpointStore):
             self._disk.sync("", [])
             self.abort(staging)  # an earlier try, which seemed to have failed, is the checkpoint
             return
-        name = os.path.basename(staging.path)
+        name = os.path.basename(staging.root)
         self._disk.sync(name)
         staging.write(MANIFEST, data)
         before_commit()
         self._tried[step] = data
         self._disk.rename(name, _name(step))
 
-    def abort(self, staging: CheckpointFiles) -> None:
-        staging.storage.delete_below("")
+    def abort(self, staging: Storage) -> None:
+        staging.delete_below("")
 
     def tombstone(self, step: int, prefix: str = _TOMBSTONE) -> str:
         name = f"{prefix}{_name(step)}-{secrets.token_hex(4)}"
@@ -270,22 +270,23 @@ class ObjectStore(CheckpointStore):
     def steps(self) -> list[int]:
         return [step for step, size in self._sizes().items() if size != _RESERVATION_BYTES]
 
-    def begin(self, step: int) -> CheckpointFiles:
+    def begin(self, step: int) -> Storage:
         folder = _new_folder()
         self._begun.add(folder)
         self._open.add(folder)
-        return files_at(f"{self.path(step)}/{folder}")
+        return open_storage(f"{self.path(step)}/{folder}")
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
-        data = manifests.dump({**manifest, "folder": staging.folder})
-        etag = self._reserve(step, staging.folder)
+    def commit(self, staging: Storage, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+        folder = posixpath.basename(staging.root)
+        data = manifests.dump({**manifest, "folder": folder})
+        etag = self._reserve(step, folder)
         if etag is not None:
             before_commit()
-            self._uncertain.add(staging.folder)  # a request that seems to have failed can still be done later
+            self._uncertain.add(folder)  # a request that seems to have failed can still be done later
             committed = self.storage.put_if(_manifest(step), data, etag)
-            self._uncertain.discard(staging.folder)
+            self._uncertain.discard(folder)
             if committed:
-                self._open.discard(staging.folder)
+                self._open.discard(folder)
                 return
         if self._folder_in(_manifest(step)) not in self._begun:
             raise OSError(errno.EEXIST, f"{self.path(step)}: another job writes here")
@@ -298,11 +299,12 @@ class ObjectStore(CheckpointStore):
                 if _RESERVATION.fullmatch(content) and content.decode() not in self._open:
                     self.storage.put_if(_manifest(step), _new_folder().encode(), etag)
 
-    def abort(self, staging: CheckpointFiles) -> None:
+    def abort(self, staging: Storage) -> None:
         """Delete a staging area, unless its manifest may still appear."""
-        self._open.discard(staging.folder)
-        if staging.folder not in self._uncertain:
-            staging.storage.delete_below("")
+        folder = posixpath.basename(staging.root)
+        self._open.discard(folder)
+        if folder not in self._uncertain:
+            staging.delete_below("")
 
     def tombstone(self, step: int) -> str:
         name = posixpath.join(f"global_step_{step}", self._folder_in(_manifest(step)) or "")

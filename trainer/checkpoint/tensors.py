@@ -35,13 +35,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 from trainer.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
-    CheckpointFiles,
     CorruptCheckpointError,
     FileEntry,
     reading,
 )
 from trainer.checkpoint.sharded import HELD
-from trainer.checkpoint.storage import for_each
+from trainer.checkpoint.storage import Storage, for_each
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import Shape, parse_object
@@ -57,7 +56,7 @@ _Buffer = bytearray | memoryview
 class _FileSystem(FileSystemBase):
     """What DCP needs of a file system. It writes `.metadata` under another name and renames it: here it is put once."""
 
-    def __init__(self, files: CheckpointFiles):
+    def __init__(self, files: Storage):
         self._files = files
         self._unnamed: dict[str, bytes] = {}
 
@@ -98,7 +97,7 @@ class _FileSystem(FileSystemBase):
 class ShardWriter(FileSystemWriter):
     """DCP's writer of one file a rank to a folder of `files`, which makes it durable."""
 
-    def __init__(self, files: CheckpointFiles, folder: str):
+    def __init__(self, files: Storage, folder: str):
         super().__init__(folder, single_file_per_rank=True, sync_files=False)
         self.fs, self.path = _FileSystem(files), folder  # type: ignore[assignment]
 
@@ -106,20 +105,20 @@ class ShardWriter(FileSystemWriter):
 class ShardReader:
     """Reads from a folder of `files` the bytes of the tensors that this rank needs, straight into their places."""
 
-    def __init__(self, files: CheckpointFiles, folder: str):
-        self.metadata = load_metadata(io.BytesIO(files.read(f"{folder}/.metadata")))
+    def __init__(self, files: Storage, folder: str):
+        self.metadata = load_metadata(io.BytesIO(files.get(f"{folder}/.metadata")))
         self._files, self._folder = files, folder
         self._opened: dict[str, int | None] = {}
 
     def fill(self, state: dict[str, Any], planner: LoadPlanner | None = None) -> None:
         """Fill the tensors of `state` in place, and replace its plain values. No code in the files is executed."""
-        planner, disk = planner or SafePlanner(), self._files.storage.disk
+        planner, disk = planner or SafePlanner(), self._files.disk
         planner.set_up_planner(state, self.metadata, is_coordinator=True)
         items = planner.create_local_plan().items
         with contextlib.ExitStack() as opened:
             for name in {self.metadata.storage_data[item.storage_index].relative_path for item in items}:
                 key = f"{self._folder}/{name}"
-                self._opened[name] = handle = HELD.get(f"{self._files.path}/{key}")
+                self._opened[name] = handle = HELD.get(f"{self._files.root}/{key}")
                 if handle is None and disk is not None:
                     self._opened[name] = opened.enter_context(open(disk.path(key), "rb", buffering=0)).fileno()
             parallel = _PARALLEL if None in self._opened.values() else min(torch.get_num_threads(), _PARALLEL)
@@ -153,7 +152,7 @@ class ShardReader:
         name, handle = info.relative_path, self._opened[info.relative_path]
         data = b""
         if handle is None:  # one request to a store, which costs more than the rest of the item
-            data = self._files.storage.get_range(f"{self._folder}/{name}", info.offset, info.offset + info.length)
+            data = self._files.get_range(f"{self._folder}/{name}", info.offset, info.offset + info.length)
 
         def read(start: int, buffer: _Buffer) -> _Buffer:
             view, place = memoryview(buffer), info.offset + start
@@ -331,7 +330,7 @@ class NamedFiles:
         """Return the content of a small file. CorruptCheckpointError: the content is not the saved content, or `path`
         contains a link."""
         with reading(self.path, path):
-            data = self.checkpoint.files.read(path)
+            data = self.checkpoint.files.get(path)
         if digest_bytes(data) != self.entries[path].hash:
             raise CorruptCheckpointError(f"{self.path}: {path} does not have the content that was saved")
         return data

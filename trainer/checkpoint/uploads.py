@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection
 
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.lock import RunLock
-from trainer.checkpoint.manifest import CheckpointFiles, CorruptCheckpointError, Fields
-from trainer.checkpoint.storage import LocalStorage, for_each
+from trainer.checkpoint.manifest import CorruptCheckpointError, Fields
+from trainer.checkpoint.storage import LocalStorage, Storage, for_each
 from trainer.checkpoint.store import CheckpointStore, LocalStore, open_store
 from trainer.process import time_limits
 from trainer.process.failpoints import failpoint
@@ -77,16 +77,16 @@ class TieredStore(CheckpointStore):
         tiers = ((self._local, self._local.steps()), (self._remote, self.uploaded()))
         return [tier.path(step) for tier, steps in tiers if step in steps]
 
-    def begin(self, step: int) -> CheckpointFiles:
+    def begin(self, step: int) -> Storage:
         return self._local.begin(step)
 
-    def commit(self, staging: CheckpointFiles, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
+    def commit(self, staging: Storage, step: int, manifest: Fields, before_commit: Callable[[], None]) -> None:
         """Commit a staging area in the directory, and have it uploaded."""
         self._local.commit(staging, step, manifest, before_commit)
         self._known().discard(step)
         self._wake.set()
 
-    def abort(self, staging: CheckpointFiles) -> None:
+    def abort(self, staging: Storage) -> None:
         self._local.abort(staging)
 
     def delete(self, step: int) -> None:

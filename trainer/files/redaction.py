@@ -124,8 +124,3 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
             argument = redact(argument)
         shown.append(argument)
     return shown
-
-
-def agree(saved: Any, current: Any) -> bool:
-    """Return whether two values of a config are equal, except for secrets."""
-    return bool(redact(saved, references=False) == redact(current, references=False))

@@ -16,7 +16,7 @@ from trainer.config.rules import resume_rules as config_rules
 from trainer.config.schema import MAPPINGS, is_open, plain, with_sections, without_source
 from trainer.errors import UserError, as_list
 from trainer.files.documents import flatten
-from trainer.files.redaction import agree, redact
+from trainer.files.redaction import redact
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Change:
         return f"{self.key}: {self.saved} -> {self.now}"
 
 
-def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Change]:
+def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the leaf keys in which two nested configs differ.
 
     Of sections that only one of them has, such as a source of `data.mix`, their mapping is the key that differs. A key
-    of a source that changes with that of the run is left out. `defaults`: values of keys that the saved config does not
-    have, because an older version wrote it."""
-    fallback = _flat(defaults)
-    old, new = (_with_schedules(fallback | _flat(config)) for config in (saved, now))
+    of a source that changes with that of the run is left out. Keys that an older version did not save have their
+    defaults."""
+    fallback = _flat(dataclasses.asdict(Config()))
+    # A new password is no change of the run.
+    old, new = (_with_schedules(fallback | _flat(redact(config, references=False))) for config in (saved, now))
     usual = _flat(dataclasses.asdict(with_sections()))
     one_sided = tuple(f"{key}.{name}." for key in MAPPINGS for name in {*old[key]} ^ {*new[key]})
     changes = []
@@ -50,7 +51,7 @@ def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any], defaults: Map
             old[name] = usual.get(plain(name)) if name == of_run else old[of_run]
         before, after = old[name], new[name]
         is_unknown = "${" in str(before)  # an older config lacks the key, whose default is an interpolation
-        if not agree(before, after) and not is_unknown:
+        if before != after and not is_unknown:
             changes.append(Change(name, before, after))
     return changes
 

@@ -21,7 +21,6 @@ from trainer.errors import UserError
 from trainer.files.atomic_io import read_file, write_file
 from trainer.files.documents import parse_object
 from trainer.files.hf_hub import first_line
-from trainer.files.redaction import redact
 from trainer.files.uris import absolute, is_same, is_url
 from trainer.run import compatibility
 from trainer.run.run_metadata import has_metrics, second_run, starts_from
@@ -136,10 +135,8 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     keys differ that must not change, or must not change without permission."""
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.load_components or LOAD_COMPONENTS) if fork else frozenset(LOAD_COMPONENTS)
-    # A new password is no change of the run.
-    pair = (redact(config, references=False) for config in (saved, dataclasses.asdict(cfg)))
-    defaults = dataclasses.asdict(Config())
-    changes = compatibility.find_changes(*pair, defaults)
+    now = dataclasses.asdict(cfg)
+    changes = compatibility.find_changes(saved, now)
     movable = () if fork else movable_paths(checkpoint, cfg)
     rules = compatibility.resume_rules(cfg, SavedRun(saved, checkpoint.manifest["roles"]), movable)
     allowed = cfg.trainer.allow_config_change
@@ -151,8 +148,7 @@ def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
     then = [] if fork else starts_from(cfg.trainer.run_dir, checkpoint.step)
     since = [*changes]
     for start in then:  # the changes since later starts, which may have logged the steps that are trained again
-        logged_with, now = (redact(one, references=False) for one in (start["config"], dataclasses.asdict(cfg)))
-        since += compatibility.find_changes(logged_with, now, defaults)
+        since += compatibility.find_changes(start["config"], now)
     altering = compatibility.altering(since, rules)
     if altering and not fork:
         keys = ", ".join(dict.fromkeys(altering))

@@ -20,7 +20,7 @@ from typing import Any
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manifest import Checkpoint, CorruptCheckpointError
-from trainer.checkpoint.storage import StoreError
+from trainer.checkpoint.storage import Storage, StoreError
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import one_line
 from trainer.files.atomic_io import digest_bytes, write_file
@@ -64,7 +64,7 @@ class RunFiles:
     def component(self) -> Component:
         """Return the component of a checkpoint that lists the pieces."""
 
-        def begin(staging: manifests.CheckpointFiles) -> Callable[[], list[manifests.FileEntry]]:
+        def begin(staging: Storage) -> Callable[[], list[manifests.FileEntry]]:
             stamps = self._stamps()
             return lambda: [staging.write(FILE, json.dumps({"files": self._keep(stamps)}, indent=1).encode())]
 

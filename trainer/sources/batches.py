@@ -11,7 +11,8 @@ from types import NoneType
 from typing import Any
 
 from trainer.checkpoint.components import Component, Restore
-from trainer.checkpoint.manifest import Checkpoint, CheckpointFiles, FileEntry, reading
+from trainer.checkpoint.manifest import Checkpoint, FileEntry, reading
+from trainer.checkpoint.storage import Storage
 from trainer.data.ledger import SampleIndex
 from trainer.data.records import decode_groups, encode
 from trainer.episodes import Episode
@@ -89,7 +90,7 @@ def ahead_component(
         works_ahead: this run makes batches ahead. False: the log does not say that a checkpoint has none.
     """
 
-    def begin(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
+    def begin(staging: Storage) -> Callable[[], list[FileEntry]]:
         waits = finishing()
 
         def write() -> list[FileEntry]:
@@ -107,7 +108,7 @@ def ahead_component(
         changed: set[str] = set()
         for step, path in sorted(names.items()):
             with reading(checkpoint.path, path):
-                batches[step], saved = decode_batch(checkpoint.files.read(path))
+                batches[step], saved = decode_batch(checkpoint.files.get(path))
             changed |= {key for key in settings if saved.get(key) != settings[key]}
         if batches and (changed or not restore.kinds >= _OF_WEIGHTS):
             first, last = min(batches), max(batches)

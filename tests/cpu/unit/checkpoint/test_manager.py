@@ -24,7 +24,8 @@ from trainer.checkpoint.components import Component, json_component
 from trainer.checkpoint.inspection import describe, read_named
 from trainer.checkpoint.lock import RunLock
 from trainer.checkpoint.manager import Retention
-from trainer.checkpoint.manifest import FORMAT_VERSION, CheckpointFiles, FileEntry, verify
+from trainer.checkpoint.manifest import FORMAT_VERSION, FileEntry, verify
+from trainer.checkpoint.storage import Storage
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 
@@ -48,7 +49,7 @@ def test_a_save_takes_the_state_of_its_call_and_one_save_is_under_way_at_a_time(
     state, may_write, begun = {"n": 1, "bytes": b""}, threading.Event(), []
     checkpoints = manager(tmp_path)
 
-    def begin(staging: CheckpointFiles):
+    def begin(staging: Storage):
         begun.append(staging)
         return lambda: [] if may_write.wait(60) else []
 
@@ -98,7 +99,7 @@ def test_all_components_of_a_failed_save_end_and_the_first_error_is_its_result(t
 
         return Component(name, lambda staging: finish)
 
-    def refuse(staging: CheckpointFiles):
+    def refuse(staging: Storage):
         raise OSError("no space")
 
     checkpoints = manager(tmp_path)
@@ -136,7 +137,7 @@ def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_pat
     """A rank may still write when another one has failed; on a full disk, its files would make all later saves fail."""
     checkpoints, stagings = manager(tmp_path), []
 
-    def begin(staging: CheckpointFiles):
+    def begin(staging: Storage):
         stagings.append(staging)
         raise OSError("No space left on device")
 
@@ -144,7 +145,7 @@ def test_files_that_a_rank_adds_to_a_failed_save_are_deleted_by_the_next(tmp_pat
     checkpoints.wait()
     (outcome,) = checkpoints.results()
     assert outcome.error is not None and hidden(tmp_path) == []
-    os.makedirs(stagings[0].path)
+    os.makedirs(stagings[0].root)
     stagings[0].write("late", b"abc")
     save(checkpoints, 2)
     assert hidden(tmp_path) == []
@@ -184,8 +185,8 @@ def test_a_directory_removed_during_a_save_fails_only_the_save(tmp_path):
     checkpoints = manager(tmp_path)
     first = save(checkpoints, 1)
 
-    def begin(staging: CheckpointFiles):
-        return lambda: shutil.rmtree(staging.path) or []
+    def begin(staging: Storage):
+        return lambda: shutil.rmtree(staging.root) or []
 
     checkpoints.save(2, [*parts_of({"n": 1, "bytes": b"abc"}), Component("vandal", begin)], {})
     checkpoints.wait()
@@ -331,11 +332,11 @@ def test_a_commit_syncs_writes_the_manifest_checks_the_fence_renames_and_hints_i
     root = tmp_path / "checkpoints"
     checkpoints = manager(root, fence=lambda: calls.append(("fence", "")))
 
-    def begin(staging: CheckpointFiles):
+    def begin(staging: Storage):
         def write() -> list[FileEntry]:
             for folder in ("a/b", "a/c"):
-                os.makedirs(f"{staging.path}/{folder}", exist_ok=True)
-                Path(staging.path, folder, "file").write_bytes(b"abc")
+                os.makedirs(f"{staging.root}/{folder}", exist_ok=True)
+                Path(staging.root, folder, "file").write_bytes(b"abc")
             digest = digest_bytes(b"abc")
             return [FileEntry(f"{folder}/file", 3, digest) for folder in ("a/b", "a/c")]
 

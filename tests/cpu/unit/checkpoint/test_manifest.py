@@ -21,7 +21,8 @@ from tests.support.ranks import run_ranks
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.__main__ import main as checkpoint_tool
 from trainer.checkpoint.components import files_component
-from trainer.checkpoint.manifest import FORMAT_VERSION, CorruptCheckpointError, FileEntry, files_at, step_in, verify
+from trainer.checkpoint.manifest import FORMAT_VERSION, CorruptCheckpointError, FileEntry, step_in, verify
+from trainer.checkpoint.storage import open_storage
 from trainer.errors import UserError
 from trainer.files.atomic_io import digest_bytes
 from trainer.files.documents import is_count
@@ -249,7 +250,7 @@ def path(request, tmp_path) -> str:
 
 def test_what_is_written_is_measured_and_hashed_on_its_way(path, tmp_path):
     (tmp_path / "source").write_bytes(b"from a file")
-    files = files_at(path)
+    files = open_storage(path)
     files.write("small", b"abc")
     with files.open_writer("folder/large") as stream:
         stream.write(b"de")
@@ -257,20 +258,20 @@ def test_what_is_written_is_measured_and_hashed_on_its_way(path, tmp_path):
     files.upload(str(tmp_path / "source"), "copy")
     contents = {"small": b"abc", "folder/large": b"def", "copy": b"from a file"}
     assert files.written == {name: FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()}
-    others = files_at(path)  # another process reads what the storage has
+    others = open_storage(path)  # another process reads what the storage has
     for name, data in contents.items():
         assert (others.digest(name), others.read(name)) == (digest_bytes(data), data)
-    assert others.storage.list() == {name: len(contents[name]) for name in sorted(contents)}
-    files.sync("folder")
+    assert others.list() == {name: len(contents[name]) for name in sorted(contents)}
+    files.sync_written("folder")
 
 
 def test_paths_that_lead_out_or_are_not_in_shortest_form_are_not_contained(path, tmp_path):
     for inside in ("../x", "/x", "a/../../x", "./x", "a//x", "", ".", ".."):
-        assert not files_at(path).contains(inside), inside
-    assert files_at(path).contains("policy/__0_0.distcp")
+        assert not open_storage(path).contains(inside), inside
+    assert open_storage(path).contains("policy/__0_0.distcp")
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint/out").symlink_to(tmp_path)
-    assert not any(files_at(str(tmp_path / "checkpoint")).contains(behind) for behind in ("out", "out/x"))
+    assert not any(open_storage(str(tmp_path / "checkpoint")).contains(behind) for behind in ("out", "out/x"))
 
 
 def test_files_are_not_read_through_links(tmp_path):
@@ -278,11 +279,11 @@ def test_files_are_not_read_through_links(tmp_path):
     (tmp_path / "folder/file").write_text("content")
     (tmp_path / "link").symlink_to("folder")
     (tmp_path / "folder/link").symlink_to("file")
-    files = files_at(str(tmp_path))
-    assert files.read("folder/file") == b"content"
+    files = open_storage(str(tmp_path))
+    assert files.get("folder/file") == b"content"
     for path in ("link/file", "folder/link"):
         with pytest.raises(OSError):
-            files.read(path)
+            files.get(path)
 
 
 def test_the_step_comes_from_the_name():

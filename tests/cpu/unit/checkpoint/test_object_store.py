@@ -24,8 +24,9 @@ from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.buckets import ObjectStorage
 from trainer.checkpoint.components import Component
 from trainer.checkpoint.manager import CheckpointManager, Retention
-from trainer.checkpoint.manifest import CheckpointFiles, CorruptCheckpointError, FileEntry
+from trainer.checkpoint.manifest import CorruptCheckpointError, FileEntry
 from trainer.checkpoint.sharded import HELD, ShardCheck, ShardedFiles
+from trainer.checkpoint.storage import Storage
 from trainer.checkpoint.store import open_store
 from trainer.config import compose
 from trainer.files.atomic_io import digest_bytes
@@ -132,15 +133,15 @@ def test_ranks_write_and_read_their_own_parts_with_any_sharding(s3_root, s3_url,
     environment = use_s3(monkeypatch, s3_url)
     checkpoints = CheckpointManager(open_store(s3_root))
 
-    def write(staging: CheckpointFiles) -> Callable[[], list[FileEntry]]:
-        written = run_ranks(2, write_sharded, staging.path, environment)
+    def write(staging: Storage) -> Callable[[], list[FileEntry]]:
+        written = run_ranks(2, write_sharded, staging.root, environment)
         return lambda: [FileEntry(**entry) for entries in written for entry in entries]
 
     checkpoint = manifests.verify(save(checkpoints, 1, [Component("models", write)]), "unsharded")
     shards = [entry.path for entry in checkpoint.entries if entry.path.endswith(".distcp")]
     assert shards == ["policy/__0_0.distcp", "policy/__1_0.distcp"]
     state = {"w": torch.zeros(1000), "lr": 0.0}
-    ShardedFiles(checkpoint.files.path).read("policy", state)
+    ShardedFiles(checkpoint.files.root).read("policy", state)
     assert (state["w"].tolist(), state["lr"]) == (list(range(1000)), 0.5)
     size = sum(entry.bytes for entry in checkpoint.shards)
     for count in (1, 3):
@@ -173,7 +174,7 @@ def check_and_read(rank, checkpoint: manifests.Checkpoint, environment: dict[str
             check.share(places)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = {"w": distribute_tensor(torch.zeros(1000), mesh, [Shard(0)]), "lr": 0.0}
-        ShardedFiles(checkpoint.files.path).read("policy", state)
+        ShardedFiles(checkpoint.files.root).read("policy", state)
         assert state["w"].full_tensor().tolist() == list(range(1000)) and state["lr"] == 0.5
         check.release()
         assert HELD == {}

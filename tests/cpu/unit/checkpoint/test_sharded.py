@@ -18,8 +18,8 @@ from tests.support.opened import opened_files
 from tests.support.ranks import run_ranks
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.components import Component
-from trainer.checkpoint.manifest import CheckpointFiles
 from trainer.checkpoint.sharded import ShardCheck, ShardedFiles
+from trainer.checkpoint.storage import Storage
 from trainer.errors import UserError
 from trainer.workers.host_memory import local_tensor
 
@@ -79,8 +79,8 @@ def test_each_shard_is_checked_by_one_rank_and_a_changed_byte_in_it_is_found(tmp
     assert read == ["__0_0.distcp", "__1_0.distcp"]
 
 
-def write_shards(staging: CheckpointFiles):
-    entries = [entry for part in run_ranks(2, write_odd_tensors, staging.path) for entry in part]
+def write_shards(staging: Storage):
+    entries = [entry for part in run_ranks(2, write_odd_tensors, staging.root) for entry in part]
     return lambda: [manifests.FileEntry(**entry) for entry in entries]
 
 

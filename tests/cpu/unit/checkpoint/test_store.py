@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.checkpoints import hidden
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.manifest import files_at
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import open_store
 
 EMPTY: manifests.Fields = {"files": []}
@@ -24,10 +24,10 @@ def test_a_staging_area_is_no_checkpoint_until_it_is_published(tmp_path):
     staging.write("folder/file", b"abc")
     assert store.steps() == [] and list(store.orphans().values()) == ["an interrupted save"]
     seen = []
-    store.commit(staging, 3, EMPTY, lambda: seen.append((store.steps(), staging.read("manifest.json"))))
+    store.commit(staging, 3, EMPTY, lambda: seen.append((store.steps(), staging.get("manifest.json"))))
     assert seen == [([], manifests.dump(EMPTY))], "asked when all is written and nothing is committed"
     assert store.steps() == [3] and store.orphans() == {}
-    assert files_at(store.path(3)).storage.list() == {"folder/file": 3, "manifest.json": len(manifests.dump(EMPTY))}
+    assert open_storage(store.path(3)).list() == {"folder/file": 3, "manifest.json": len(manifests.dump(EMPTY))}
 
 
 def test_a_commit_that_is_refused_publishes_nothing(tmp_path):

@@ -116,7 +116,7 @@ class TwoWriters:
             checkpoint = manifests.verify(store.path(step))
             writer = checkpoint.manifest["ranks"]
             assert writer in self.possible[step], f"step {step} is that of job {writer}"
-            assert [checkpoint.files.read(name) for name in FILES] == [content(writer, step, name) for name in FILES]
+            assert [checkpoint.files.get(name) for name in FILES] == [content(writer, step, name) for name in FILES]
             self.possible[step] = {writer}
 
 
@@ -191,7 +191,7 @@ def test_a_staging_area_that_is_half_deleted_is_not_committed(tmp_path, monkeypa
     staging = store.begin(1)
     monkeypatch.setattr("shutil.rmtree", lambda path: store.commit(staging, 1, manifest(0, 1), lambda: None))
     with pytest.raises(FileNotFoundError):
-        open_store(store.root).remove(os.path.basename(staging.path))
+        open_store(store.root).remove(os.path.basename(staging.root))
     assert store.steps() == []
 
 

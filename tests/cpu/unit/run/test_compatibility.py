@@ -34,7 +34,7 @@ def check(changes: Sequence[Change], allowed: Sequence[str], forked: Collection[
 
 def changed(*overrides: str) -> list[compatibility.Change]:
     now = dataclasses.asdict(compose([*overrides]))
-    return compatibility.find_changes(dataclasses.asdict(compose([])), now, dataclasses.asdict(Config()))
+    return compatibility.find_changes(dataclasses.asdict(compose([])), now)
 
 
 def test_harmless_changes_pass():
@@ -135,16 +135,16 @@ def test_a_key_missing_from_an_old_config_counts_as_its_default():
     saved = dataclasses.asdict(compose([]))
     del saved["algorithm"]["entropy_coef"]
     now = dataclasses.asdict(compose([]))
-    assert compatibility.find_changes(saved, now, dataclasses.asdict(Config())) == []
+    assert compatibility.find_changes(saved, now) == []
     now["algorithm"]["entropy_coef"] = 0.5
-    (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
+    (change,) = compatibility.find_changes(saved, now)
     assert str(change) == "algorithm.entropy_coef: 0.0 -> 0.5"
 
 
 def test_a_removed_custom_option_is_a_change():
     saved, now = dataclasses.asdict(Config()), dataclasses.asdict(Config())
     saved["algorithm"]["options"] = {"beta": 5}
-    (change,) = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
+    (change,) = compatibility.find_changes(saved, now)
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"
 
 
@@ -152,7 +152,7 @@ def test_options_that_change_with_their_function_need_no_permission_of_their_own
     words = ["algorithm=cispo", "trainer.policy.optimizer.lr=2e-4"]  # that of the built-in model depends on the loss
     saved = dataclasses.asdict(compose(words))
     now = dataclasses.asdict(compose([*words, "algorithm.policy_loss=sapo", "+algorithm.options.tau_neg=2"]))
-    changes = compatibility.find_changes(saved, now, dataclasses.asdict(Config()))
+    changes = compatibility.find_changes(saved, now)
     assert list(map(str, changes)) == [
         "algorithm.options: {} -> {'tau_neg': 2}",
         "algorithm.policy_loss: cispo -> sapo",
@@ -274,7 +274,7 @@ MIX = ["data.mix.math.files=[a.jsonl]", "data.mix.code.files=[b.jsonl]", "traine
 
 def changes_of_mix(before: list[str], now: list[str]) -> list[Change]:
     saved, new = (dataclasses.asdict(compose([*MIX, *words])) for words in (before, now))
-    return compatibility.find_changes(saved, new, dataclasses.asdict(Config()))
+    return compatibility.find_changes(saved, new)
 
 
 def rules_of_mix(*words: str) -> dict[str, str]:
