@@ -28,8 +28,8 @@ from trainer.generation.engine_pool import EnginePool
 from trainer.generation.event_loop import all_of
 from trainer.learner.train_workers import TrainWorkers
 from trainer.models.tiny import TinyShape, build_tiny
+from trainer.rewards.scorer import RewardInput
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import RewardInput
 
 REWARD = "import time\n\ndef slow(completion, answer):\n    time.sleep({seconds})\n    return 1.0\n"
 

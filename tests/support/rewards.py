@@ -10,8 +10,8 @@ from typing import Any
 from trainer.config import RewardConfig
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.functions import REWARDS
-from trainer.rewards.scoring import Results, RewardPool
-from trainer.rewards.terms import RewardInput, Scores, aggregate
+from trainer.rewards.scorer import RewardInput, Scores
+from trainer.rewards.scoring import Results, RewardPool, aggregate
 
 HOME = "tests.support.named_rewards"
 

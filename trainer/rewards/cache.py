@@ -15,7 +15,7 @@ from trainer.files.appended import AppendedFile
 from trainer.files.atomic_io import read_file
 from trainer.files.documents import is_number, parse_object
 from trainer.files.redaction import redact
-from trainer.rewards.terms import Result
+from trainer.rewards.parsing import Result
 
 CACHE_FILE = "rewards.jsonl"
 

@@ -11,6 +11,8 @@ from trainer.errors import describe_error, one_line
 from trainer.sandbox.limits import LARGEST_REWARD, MAX_TERMS
 
 Terms = dict[str, float]  # what a reward consists of, by name. A plain number has the name "".
+Result = list[Terms | str]
+"""For each completion of a call: the terms of its reward, or the reason why it has none."""
 _PART = re.compile(r"[\w.-]{1,64}")
 _PATH = re.compile(r"(?=.{1,64}$)[\w.-]++(/[\w.-]++)*+")
 

@@ -1,20 +1,45 @@
-"""What gives rewards to the episodes of a step: the protocol, and scorers that ask a reward model."""
+"""What gives rewards to the episodes of a step: the protocol, what it takes and gives, and reward models."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import numpy as np
 
-from trainer.episodes import Sample
+from trainer.episodes import Episode, Sample
 from trainer.process.model_server import ModelServer
 from trainer.rewards.cache import RewardCache, key_of
-from trainer.rewards.parsing import Terms
-from trainer.rewards.terms import Result, RewardInput, Scores
+from trainer.rewards.parsing import Result, Terms
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """A completion to score, with all that a reward may ask for."""
+
+    completion: str
+    answer: str
+    prompt: str = ""
+    messages: Sequence[Mapping[str, Any]] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
+    status: str = "stop"
+    episode: Episode | None = None
+    """With its tokens, for a scorer that reads them. Reward functions get the text."""
+
+
+@dataclass
+class Scores:
+    rewards: list[float]  # where a reward failed: 0, or the sum of the terms that did not fail
+    terms: list[Terms]  # the terms of each reward, before they are weighed
+    reasons: list[str]  # why each reward failed; empty for one that did not
+
+    def each(self) -> list[tuple[float, Terms, str]]:
+        return list(zip(self.rewards, self.terms, self.reasons, strict=True))
+
 
 OnRanks = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a function that computes on the ranks, when they are free; returns its result."""

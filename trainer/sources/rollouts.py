@@ -26,8 +26,7 @@ from trainer.journal.journal import Journal
 from trainer.journal.turns import TurnRecord
 from trainer.process import time_limits
 from trainer.process.signals import CONTINUES
-from trainer.rewards.scorer import Scoring
-from trainer.rewards.terms import RewardInput
+from trainer.rewards.scorer import RewardInput, Scoring
 from trainer.sources.routes import Route
 
 LOG = logging.getLogger(__name__)

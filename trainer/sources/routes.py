@@ -28,7 +28,7 @@ from trainer.files.documents import flatten
 from trainer.files.redaction import redact
 from trainer.journal.history import digest_episodes, identity
 from trainer.rewards.scorer import Scorer
-from trainer.rewards.terms import reward_functions
+from trainer.rewards.scoring import reward_functions
 
 LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.judges import Server, serving
 from tests.support.rewards import judge as scores_of
 from tests.support.rewards import reward_pool
-from trainer.rewards.terms import RewardInput
+from trainer.rewards.scorer import RewardInput
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "llm_judge"
 

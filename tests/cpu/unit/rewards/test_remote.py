@@ -10,7 +10,8 @@ from trainer.config import RewardConfig
 from trainer.errors import UserError
 from trainer.rewards import terms
 from trainer.rewards.cache import CACHE_FILE, RewardCache
-from trainer.rewards.terms import RewardInput, reward_functions
+from trainer.rewards.scorer import RewardInput
+from trainer.rewards.scoring import reward_functions
 from trainer.sources.trials import try_rewards
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.rewards.terms import aggregate
+from trainer.rewards.scoring import aggregate
 
 
 def reward(label: str, weight: float = 1.0) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.rewards import HOME, attempts, full, judge, reward_pool
 from trainer.config import RewardConfig
-from trainer.rewards.terms import reward_functions
+from trainer.rewards.scoring import reward_functions
 
 
 def judged(name: str | list[str], *completions: str, n: int = 1, **settings):

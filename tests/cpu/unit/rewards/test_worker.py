@@ -22,8 +22,8 @@ from tests.support.jobs import has_ended
 from tests.support.rewards import judge, reward_pool, score
 from trainer.algorithms import ADVANTAGES
 from trainer.import_utils import options_of
+from trainer.rewards.scorer import RewardInput
 from trainer.rewards.scoring import RewardPool
-from trainer.rewards.terms import RewardInput
 
 NAME = "copied_rewards:score"
 

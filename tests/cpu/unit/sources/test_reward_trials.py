@@ -7,7 +7,7 @@ import pytest
 from tests.support.rewards import HOME, attempts, full
 from trainer.config import RewardConfig
 from trainer.errors import UserError
-from trainer.rewards.terms import RewardInput
+from trainer.rewards.scorer import RewardInput
 from trainer.sources.trials import try_rewards
 
 
