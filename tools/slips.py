@@ -236,7 +236,7 @@ SLIPS = {
     ),
     "path_outside": Slip(
         "checkpoint/manifest.py",
-        "if not checkpoint.files.contains(entry.path):",
+        "if not files.contains(entry.path):",
         "if not entry.path:",
         "unit/checkpoint/test_manifest.py",
     ),
@@ -259,7 +259,7 @@ SLIPS = {
         "unit/checkpoint/test_manager.py",
     ),
     "changed_key": Slip(
-        "run/compatibility.py",
+        "run/resume.py",
         'if rule.change == "never":',
         'if rule.change == "ever":',
         "unit/run/test_compatibility.py",

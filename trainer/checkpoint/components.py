@@ -44,7 +44,7 @@ class Restore:
     fork: bool = False
     """The checkpoint belongs to another run."""
     added_steps: Mapping[str, int] = field(default_factory=dict)
-    """The optimizer steps by which the learning rate schedule of each role moves (see `compatibility.added_steps`)."""
+    """The optimizer steps by which the learning rate schedule of each role moves (see `run.resume.added_steps`)."""
 
     def chosen(self, components: Sequence[Component], checkpoint: Checkpoint) -> list[Component]:
         """Return the components that hold state to restore. Those of another kind of run may be missing."""

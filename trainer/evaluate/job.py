@@ -52,7 +52,7 @@ from trainer.process.signals import Stopped
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
 from trainer.rewards.scoring import make_scorer
-from trainer.run.compatibility import deciding_settings
+from trainer.run.resume import deciding_settings
 from trainer.run.run_metadata import HOLDS_A_RUN, LOG_NAME, last_start, record_start, task_of
 from trainer.sources.base import Evaluation
 from trainer.sources.evaluation import RolloutEvaluator, rewards_by_row

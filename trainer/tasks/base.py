@@ -25,8 +25,8 @@ from trainer.models.files import resolve_model_path
 from trainer.models.tokenizer import load_tokenizer
 from trainer.process.startup import stage
 from trainer.rewards.cache import RewardCache
-from trainer.run.compatibility import deciding_settings
 from trainer.run.directory import RunDirectory
+from trainer.run.resume import deciding_settings
 from trainer.run.state import StopRequest
 from trainer.sources.base import EpisodeSource, Evaluator
 from trainer.sources.in_flight import InFlightSource

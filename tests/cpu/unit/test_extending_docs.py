@@ -51,8 +51,8 @@ from trainer.objectives import Outputs, make_objective
 from trainer.objectives.batches import build_batch
 from trainer.objectives.check import check_functions
 from trainer.parallel.batching import take_rows
-from trainer.run.compatibility import resume_rules
 from trainer.run.directory import RunDirectory
+from trainer.run.resume import resume_rules
 from trainer.sources.base import EpisodeSource
 from trainer.tasks import Metric, Task, TaskSpec, build_task
 

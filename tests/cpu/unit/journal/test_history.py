@@ -25,7 +25,7 @@ from trainer.journal.history import (
     history_at,
     identity,
 )
-from trainer.run.compatibility import deciding_settings
+from trainer.run.resume import deciding_settings
 
 EPISODE = Episode("0:1:0", "0:1", [Sample(np.arange(3), np.ones(3, np.float32), np.zeros(3, np.float32), (1, 1))], 0.5)
 

@@ -8,7 +8,7 @@ from tests.support.judges import Server, by_length, rewards, serving
 from tests.support.rewards import judge, reward_pool
 from trainer.config import RewardConfig
 from trainer.errors import UserError
-from trainer.rewards import terms
+from trainer.rewards import scoring
 from trainer.rewards.cache import CACHE_FILE, RewardCache
 from trainer.rewards.scorer import RewardInput
 from trainer.rewards.scoring import reward_functions
@@ -30,7 +30,7 @@ def judged(
 ):
     more |= {"timeout_s": timeout_s, "authorization_env": env, "url": f"{server.url}/score?v=1"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(terms, "COMPLETIONS_PER_REQUEST", batch_size)
+        patch.setattr(scoring, "COMPLETIONS_PER_REQUEST", batch_size)
         pool = reward_pool("remote", kept=cache, **more)
     with pool:
         return judge(pool, attempts(*completions))

@@ -18,7 +18,7 @@ from tests.support.rewards import full, reward_pool, score
 from trainer.cluster.supervisor import end_all, is_running
 from trainer.errors import UserError, WorkerError
 from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, read_incidents
-from trainer.rewards import terms
+from trainer.rewards import scoring
 
 CUSTOM = """
 import os, sys, time
@@ -256,6 +256,6 @@ def test_groups_are_wanted_where_completions_are_judged_together(monkeypatch):
         (["length", "remote"], 1, False),
     ]:
         url = {"url": "http://127.0.0.1:9/score"} if "remote" in names else {}
-        monkeypatch.setattr(terms, "COMPLETIONS_PER_REQUEST", size)
+        monkeypatch.setattr(scoring, "COMPLETIONS_PER_REQUEST", size)
         pool = reward_pool([name if name == "remote" else full(name) for name in names], **url)
         assert pool.wants_groups is wants_groups

@@ -14,8 +14,8 @@ from trainer.config.fields import RESUME, Section, setting, walk_keys
 from trainer.config.rules import SavedRun, resume_rules
 from trainer.config.schema import with_sections
 from trainer.errors import UserError
-from trainer.run import compatibility
-from trainer.run.compatibility import Change
+from trainer.run import resume
+from trainer.run.resume import Change
 
 RULES = resume_rules(Config())
 WITH_PERMISSION = sorted(key for key, rule in RULES.items() if rule.change in ("update", "rollouts"))
@@ -29,12 +29,12 @@ def corrected(kind: str, **rollout: int) -> SavedRun:
 
 def check(changes: Sequence[Change], allowed: Sequence[str], forked: Collection[str] | None = None) -> list[Change]:
     of_values = resume_rules(Config(), NEW_CRITIC)["algorithm.advantage_estimator"]
-    return compatibility.check(changes, allowed, RULES | {"algorithm.advantage_estimator": of_values}, forked)
+    return resume.check(changes, allowed, RULES | {"algorithm.advantage_estimator": of_values}, forked)
 
 
-def changed(*overrides: str) -> list[compatibility.Change]:
+def changed(*overrides: str) -> list[resume.Change]:
     now = dataclasses.asdict(compose([*overrides]))
-    return compatibility.find_changes(dataclasses.asdict(compose([])), now)
+    return resume.find_changes(dataclasses.asdict(compose([])), now)
 
 
 def test_harmless_changes_pass():
@@ -135,16 +135,16 @@ def test_a_key_missing_from_an_old_config_counts_as_its_default():
     saved = dataclasses.asdict(compose([]))
     del saved["algorithm"]["entropy_coef"]
     now = dataclasses.asdict(compose([]))
-    assert compatibility.find_changes(saved, now) == []
+    assert resume.find_changes(saved, now) == []
     now["algorithm"]["entropy_coef"] = 0.5
-    (change,) = compatibility.find_changes(saved, now)
+    (change,) = resume.find_changes(saved, now)
     assert str(change) == "algorithm.entropy_coef: 0.0 -> 0.5"
 
 
 def test_a_removed_custom_option_is_a_change():
     saved, now = dataclasses.asdict(Config()), dataclasses.asdict(Config())
     saved["algorithm"]["options"] = {"beta": 5}
-    (change,) = compatibility.find_changes(saved, now)
+    (change,) = resume.find_changes(saved, now)
     assert str(change) == "algorithm.options: {'beta': 5} -> {}"
 
 
@@ -152,7 +152,7 @@ def test_options_that_change_with_their_function_need_no_permission_of_their_own
     words = ["algorithm=cispo", "trainer.policy.optimizer.lr=2e-4"]  # that of the built-in model depends on the loss
     saved = dataclasses.asdict(compose(words))
     now = dataclasses.asdict(compose([*words, "algorithm.policy_loss=sapo", "+algorithm.options.tau_neg=2"]))
-    changes = compatibility.find_changes(saved, now)
+    changes = resume.find_changes(saved, now)
     assert list(map(str, changes)) == [
         "algorithm.options: {} -> {'tau_neg': 2}",
         "algorithm.policy_loss: cispo -> sapo",
@@ -165,7 +165,7 @@ def test_options_that_change_with_their_function_need_no_permission_of_their_own
 
 def passes(key: str, allowed: list[str]) -> bool:
     try:
-        compatibility.check([Change(key, "before", "after")], allowed, RULES)
+        resume.check([Change(key, "before", "after")], allowed, RULES)
     except UserError:
         return False
     return True
@@ -231,14 +231,14 @@ OF_VALUES = (
 
 def test_some_rules_follow_from_values():
     for now, saved, key, change in OF_VALUES:
-        assert compatibility.resume_rules(compose(now), saved)[key].change == change, (now, key)
+        assert resume.resume_rules(compose(now), saved)[key].change == change, (now, key)
 
 
 def test_a_weight_that_a_controller_has_steered_cannot_change():
     adaptive = compose(["algorithm.kl_coef=0.1", "+algorithm.options.kl_target=0.05"])
     for options, change in (({"kl_target": 0.1}, "never"), ({}, "update")):
         saved = SavedRun({"algorithm": {"options": options}}, ["policy"])
-        assert compatibility.resume_rules(adaptive, saved)["algorithm.kl_coef"].change == change
+        assert resume.resume_rules(adaptive, saved)["algorithm.kl_coef"].change == change
 
 
 ALTERED = (
@@ -252,8 +252,8 @@ ALTERED = (
 def test_replayed_steps_are_compared_where_no_change_acts():
     for keys, by, rounded in ALTERED:
         changes = [Change(key, "before", "after") for key in keys]
-        assert compatibility.altering(changes, RULES) == by
-        assert compatibility.same_rounding(changes, RULES) == (not rounded)
+        assert resume.altering(changes, RULES) == by
+        assert resume.same_rounding(changes, RULES) == (not rounded)
 
 
 def proofs() -> dict[str, list[str]]:
@@ -274,7 +274,7 @@ MIX = ["data.mix.math.files=[a.jsonl]", "data.mix.code.files=[b.jsonl]", "traine
 
 def changes_of_mix(before: list[str], now: list[str]) -> list[Change]:
     saved, new = (dataclasses.asdict(compose([*MIX, *words])) for words in (before, now))
-    return compatibility.find_changes(saved, new)
+    return resume.find_changes(saved, new)
 
 
 def rules_of_mix(*words: str) -> dict[str, str]:
@@ -306,7 +306,7 @@ def test_a_source_that_follows_the_run_is_no_change_of_its_own():
 
 
 def test_the_settings_of_a_source_decide_its_rollouts():
-    rollouts, _ = compatibility.deciding_settings(compose([*MIX, "data.mix.math.environment.kwargs.size=3"]))
+    rollouts, _ = resume.deciding_settings(compose([*MIX, "data.mix.math.environment.kwargs.size=3"]))
     assert rollouts["data.mix"] == ["code", "math"] and rollouts["data.mix.math.weight"] == 1.0
     assert rollouts["data.mix.math.environment.kwargs"] == {"size": 3}
     assert "data.mix.math.files" not in rollouts
