@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter, ReadItem
-from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -53,7 +53,7 @@ _ENTRY = b"PK\3\4"
 _Buffer = bytearray | memoryview
 
 
-class _FileSystem(FileSystemBase):
+class _FileSystem(FileSystem):
     """What DCP needs of a file system. It writes `.metadata` under another name and renames it: here it is put once."""
 
     def __init__(self, files: Storage):
@@ -71,27 +71,14 @@ class _FileSystem(FileSystemBase):
             with self._files.open_writer(name) as stream:
                 yield stream
 
-    def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
-        return posixpath.join(str(path), suffix)
-
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         self._files.write(str(new_path), self._unnamed.pop(str(path)))
-
-    def init_path(self, path: str | os.PathLike) -> str:
-        return str(path)
 
     def mkdir(self, path: str | os.PathLike) -> None:
         pass
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
     def exists(self, path: str | os.PathLike) -> bool:
         return False  # a staging area is new
-
-    def rm_file(self, path: str | os.PathLike) -> None:
-        raise NotImplementedError
 
 
 class ShardWriter(FileSystemWriter):

@@ -261,15 +261,6 @@ class IncidentLog:
 INCIDENTS = IncidentLog()
 
 
-def record_replaced_process(role: str, ending: str, cost_s: float) -> None:
-    """Record that a process of user code died, such as by `exit status 3` or `SIGKILL`, and that another has replaced
-    it. `cost_s` is the duration of the calls that were lost with it, in seconds."""
-    has_exited = ending.startswith("exit status ") and not ending.startswith("exit status -")  # negative: a signal
-    failure_class, cause = (JOB, "exit") if has_exited else (INFRASTRUCTURE, "killed process")
-    action, text = "replaced the process and repeated its calls", f"a {role} process ended ({ending})"
-    INCIDENTS.note(role, f"{role} process", cause, action, text, failure_class, cost_s=cost_s)
-
-
 _FIELDS = {
     **dict.fromkeys(("time", "role", "name", "node", "class", "cause", "action", "text"), str),
     "step": is_count,

