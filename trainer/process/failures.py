@@ -73,30 +73,21 @@ _TEXTS = (
     (r"hardware error|device\(s\) is/are busy or unavailable|system not yet initialized", (False, True, "GPU error")),
     (r"illegal memory access|device-side assert", (False, False, "CUDA error")),
 )
-"""Patterns of messages, with the fields of their `GpuError`."""
+"""Patterns of messages of libraries about a GPU. Whether it is broken, so that its node should be drained; whether the
+machine caused the error, and not the program; and a short description."""
 
 
-@dataclass(frozen=True)
-class GpuError:
-    """A GPU error that a text reports."""
-
-    is_broken: bool  # the GPU does not recover by itself: its node should be drained
-    is_of_machine: bool
-    """True: the machine caused it. False: the program caused it."""
-    cause: str  # a short description, such as `GPU error`
-
-
-def gpu_error_in(text: str) -> GpuError | None:
-    """Return the GPU error in the message of a library, or None if there is none."""
-    return next((GpuError(*fields) for pattern, fields in _TEXTS if re.search(pattern, text, re.IGNORECASE)), None)
+def gpu_error_in(text: str) -> tuple[bool, bool, str] | None:
+    """Return the GPU error in the message of a library (see `_TEXTS`), or None if there is none."""
+    return next((fields for pattern, fields in _TEXTS if re.search(pattern, text, re.IGNORECASE)), None)
 
 
 def broken_node(error: Exception) -> tuple[str, str] | None:
     """Return the node whose broken GPU a process has reported, and the cause; None: no GPU is broken."""
     source, found = failure_source_of(error), gpu_error_in(describe_error(error))
-    if source is None or not source.node or isinstance(error, UserError) or found is None or not found.is_broken:
+    if source is None or not source.node or isinstance(error, UserError) or found is None or not found[0]:
         return None
-    return source.node, found.cause
+    return source.node, found[2]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -122,7 +113,7 @@ def classify(error: BaseException) -> tuple[str, str]:
     text = f"{type(error).__name__}: {error}"
     text = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT // 2] + text[-_LONGEST_TEXT // 2 :]
     if (gpu_error := gpu_error_in(text)) is not None:
-        return (INFRASTRUCTURE if gpu_error.is_of_machine else JOB), gpu_error.cause
+        return (INFRASTRUCTURE if gpu_error[1] else JOB), gpu_error[2]
     for patterns, cause in _SIGNS:
         if all(re.search(pattern, text, re.IGNORECASE) for pattern in patterns):
             return INFRASTRUCTURE, cause

@@ -260,7 +260,7 @@ def test_what_is_written_is_measured_and_hashed_on_its_way(path, tmp_path):
     assert files.written == {name: FileEntry(name, len(data), digest_bytes(data)) for name, data in contents.items()}
     others = open_storage(path)  # another process reads what the storage has
     for name, data in contents.items():
-        assert (others.digest(name), others.read(name)) == (digest_bytes(data), data)
+        assert (others.digest(name), others.get(name)) == (digest_bytes(data), data)
     assert others.list() == {name: len(contents[name]) for name in sorted(contents)}
     files.sync_written("folder")
 
