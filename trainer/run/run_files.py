@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,12 +43,8 @@ _MOST_PIECES = 64
 _PARALLEL = 16
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a file: its size and its xxh3-128, which is its name in the store."""
-
-    bytes: int
-    hash: str
+Piece = dict[str, Any]
+"""A piece of a file: `bytes`, its size, and `hash`, its xxh3-128, which is its name in the store."""
 
 
 class RunFiles:
@@ -109,7 +104,7 @@ class RunFiles:
             with ThreadPoolExecutor(_PARALLEL) as pool:
                 for chosen in (steps[-1:], steps[:-1]):  # the newest checkpoint names nearly all
                     for files in pool.map(lambda step: _listed(manifests.read(self._store.path(step))), chosen):
-                        unused -= {piece.hash for pieces in files.values() for piece in pieces}
+                        unused -= {piece["hash"] for pieces in files.values() for piece in pieces}
                     if not unused:
                         return
             self._store.remove_pieces(unused)
@@ -124,36 +119,35 @@ class RunFiles:
         stats = {path: os.stat(os.path.join(self._run_dir, path)) for path in paths}
         return {path: (one.st_size, one.st_mtime_ns, one.st_ino) for path, one in stats.items()}
 
-    def _keep(self, stamps: Mapping[str, tuple[int, int, int]]) -> dict[str, list[dict[str, Any]]]:
-        return {path: [vars(piece) for piece in self._pieces(path, stamp)] for path, stamp in stamps.items()}
-
-    def _pieces(self, path: str, stamp: tuple[int, int, int]) -> list[Piece]:
-        """Return the pieces of a file up to the size in `stamp`, and keep in the store those that it lacks."""
-        last_stamp, pieces = self._saved.get(path, (None, []))
-        if last_stamp != stamp:
+    def _keep(self, stamps: Mapping[str, tuple[int, int, int]]) -> dict[str, list[Piece]]:
+        """Return the pieces of files up to the sizes in `stamps`, and keep in the store those that it lacks."""
+        for path, stamp in stamps.items():
+            last_stamp, pieces = self._saved.get(path, (None, []))
+            if last_stamp == stamp:
+                continue
             with open(os.path.join(self._run_dir, path), "rb") as file:
                 data = file.read(stamp[0])
             pieces = _common(pieces, data)
             if len(pieces) >= _MOST_PIECES:
                 pieces = []
-            start = sum(piece.bytes for piece in pieces)
+            start = sum(piece["bytes"] for piece in pieces)
             if start < len(data):
-                piece = Piece(len(data) - start, digest_bytes(data[start:]))
-                self._store.keep_piece(piece.hash, data[start:])
+                piece = {"bytes": len(data) - start, "hash": digest_bytes(data[start:])}
+                self._store.keep_piece(piece["hash"], data[start:])
                 pieces = [*pieces, piece]
             self._saved[path] = stamp, pieces
-        return pieces
+        return {path: self._saved[path][1] for path in stamps}
 
     def _has(self, path: str, pieces: list[Piece]) -> bool:
         """Return whether the file in the run directory begins with these pieces."""
         target = os.path.join(self._run_dir, path)
         with contextlib.suppress(FileNotFoundError, IsADirectoryError), open(target, "rb") as file:
-            return _common(pieces, file.read(sum(piece.bytes for piece in pieces))) == pieces
+            return _common(pieces, file.read(sum(piece["bytes"] for piece in pieces))) == pieces
         return False
 
     def _fetch(self, checkpoint: Checkpoint, piece: Piece) -> bytes:
         try:
-            data = self._store.piece(piece.hash)
+            data = self._store.piece(piece["hash"])
         except StoreError:
             raise
         except OSError as error:
@@ -161,8 +155,8 @@ class RunFiles:
             raise CorruptCheckpointError(
                 f"{checkpoint.path}: a piece of a carried file cannot be read ({reason})"
             ) from error
-        if digest_bytes(data) != piece.hash:
-            raise CorruptCheckpointError(f"{checkpoint.path}: the piece {piece.hash} of a carried file is damaged")
+        if digest_bytes(data) != piece["hash"]:
+            raise CorruptCheckpointError(f"{checkpoint.path}: the piece {piece['hash']} of a carried file is damaged")
         return data
 
 
@@ -170,16 +164,15 @@ def _listed(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
     """Return the pieces of the files that a checkpoint carries, by file."""
     if COMPONENT not in checkpoint.manifest["parts"]:
         return {}
-    files = manifests.read_object(checkpoint, FILE, {"files": manifests.CARRIED})["files"]
-    return {path: [Piece(**entry) for entry in entries] for path, entries in files.items()}
+    return manifests.read_object(checkpoint, FILE, {"files": manifests.CARRIED})["files"]
 
 
 def _common(pieces: list[Piece], data: bytes) -> list[Piece]:
     """Return the pieces, from the first on, that `data` begins with."""
     start = 0
     for number, piece in enumerate(pieces):
-        end = start + piece.bytes
-        if end > len(data) or digest_bytes(data[start:end]) != piece.hash:
+        end = start + piece["bytes"]
+        if end > len(data) or digest_bytes(data[start:end]) != piece["hash"]:
             return pieces[:number]
         start = end
     return pieces
