@@ -35,7 +35,7 @@ OWNER: dict[Any, Shape] = {
 }
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """A lock that this process holds from `acquire` to `release`, or until it dies.
 
     An owner on this machine is dead if its process is gone; its lock is taken over immediately. An owner on another
@@ -185,9 +185,6 @@ class RunLock:
             # An object is not deleted: without a condition, that could hit the lock of another job.
             if not self._storage.delete_if_match(NAME, etag):
                 self._put({**self._owner(), "token": ""}, etag)
-
-    def __enter__(self) -> RunLock:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from typing import Self
+from typing import Any
 
 from trainer.errors import UserError
 
@@ -27,7 +27,7 @@ _OTHERWISE = ", or choose rollout=vllm with rollout.weight_sync=broadcast"
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class PrivateDirectory:
+class PrivateDirectory(contextlib.AbstractContextManager[Any]):
     """A new directory below `base`, which exists until `close` or the exit of this process. A context manager.
 
     Its name is `prefix` and `random_bytes` random bytes in hexadecimal. This process holds a lock (flock) on the
@@ -54,9 +54,6 @@ class PrivateDirectory:
             shutil.rmtree(self.path, ignore_errors=True)  # under the lock, or `clear_abandoned` could interfere
             os.close(self._handle)
             self._handle = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

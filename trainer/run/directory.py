@@ -35,7 +35,7 @@ from trainer.run.run_metadata import LOG_NAME, has_metrics
 LOG = logging.getLogger(__name__)
 
 
-class RunDirectory:
+class RunDirectory(contextlib.AbstractContextManager["RunDirectory"]):
     """A run's directory and its checkpoints, held by this process from `open` to `close`."""
 
     def __init__(self, cfg: Config):
@@ -261,9 +261,6 @@ class RunDirectory:
             pin(self._revisions)
         for lock in reversed(self._locks):
             lock.release()
-
-    def __enter__(self) -> RunDirectory:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
