@@ -17,9 +17,8 @@ from trainer.models.files import import_configs
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import stage
 from trainer.rewards.functions import REMOTE
-from trainer.rewards.parsing import Result
 from trainer.rewards.scorer import RewardInput
-from trainer.rewards.scoring import Call, Results, RewardPool, aggregate
+from trainer.rewards.scoring import Call, Result, Results, RewardPool, aggregate
 from trainer.seeding import environment_seed
 from trainer.sources.routes import with_keys_of
 
