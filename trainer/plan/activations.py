@@ -155,7 +155,8 @@ def head_bytes(
     """
     if rows == 0:
         return 0, 0
-    tokens, targets = row.tokens_of_rank(cp), row.targets_of_rank(cp)
+    tokens = row.tokens_of_rank(cp)
+    targets = min(row.targets, tokens)  # in a slice without prompts, all of them
     logits = logits_at_a_time(rows, targets, device)
     inputs = targets * (itemsize * width + 4 * 4)
     half = itemsize if itemsize < 4 else 0  # of copies in the precision of the weights

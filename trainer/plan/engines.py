@@ -56,10 +56,6 @@ class PlannedEngine:
     """Of `workspace`, what the engine keeps while it sleeps."""
 
     @property
-    def total(self) -> int:
-        return self.weights + self.kv_cache + self.workspace
-
-    @property
     def tokens(self) -> int:
         """Tokens of the longest sequences that fit into the KV cache."""
         return int(self.sequences(self.longest) * self.longest)

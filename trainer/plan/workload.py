@@ -31,10 +31,6 @@ class Row:
         """Return the tokens of the slice that each of `cp` ranks has."""
         return -(-self.tokens // cp)
 
-    def targets_of_rank(self, cp: int) -> int:
-        """Return the most tokens of a slice whose log-probs are needed: in one without prompts, all of them."""
-        return min(self.targets, self.tokens_of_rank(cp))
-
 
 @dataclass(frozen=True)
 class Workload:

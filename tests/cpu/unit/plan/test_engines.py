@@ -32,7 +32,8 @@ def problem_of(cfg, cluster):
 def test_the_cache_takes_what_is_left(cfg, node):
     engine = engine_of(cfg, node)
     assert engine.weights == 2 * 596_049_920 and engine.gpus == 1
-    assert engine.total + CONTEXT_BYTES == pytest.approx(0.6 * node.device.memory, rel=1e-6)
+    taken = engine.weights + engine.kv_cache + engine.workspace
+    assert taken + CONTEXT_BYTES == pytest.approx(0.6 * node.device.memory, rel=1e-6)
     assert engine.bytes_per_token == 28 * 8 * 128 * 2 * 2
     assert problem_of(cfg, node) is None
     cfg.rollout.engine, cfg.rollout.colocate = "server", False
