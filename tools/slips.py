@@ -93,8 +93,8 @@ SLIPS = {
     ),
     "equal_groups": Slip(
         "algorithms/advantages.py",
-        "return (low != high)[index]",
-        "return (low <= high)[index]",
+        "return (low == high)[self.index]",
+        "return (low > high)[self.index]",
         "unit/algorithms/test_reward_shaping.py",
     ),
     "gspo": Slip(
