@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 
 class SavedPolicy:
-    """A checkpoint (`SavedFiles`) with these weights and this config.json."""
+    """A checkpoint, as `export` reads it, with these weights and this config.json."""
 
     path = "run/checkpoints/global_step_3"
     entries = ("policy/huggingface/config.json",)

@@ -316,6 +316,7 @@ def export(
     """Write the policy as a Hugging Face directory, atomically; return the names of the weight files.
 
     Args:
+        files: those of a checkpoint, and the tensors of its roles (`trainer.checkpoint.tensors.NamedFiles`).
         dtype: `auto` (the dtype in the config), `float32`, `bfloat16` or `float16`.
         adapter: write only the adapter, in peft's format and in float32.
         base: directory of the adapted weights. None: the directory that the run used.

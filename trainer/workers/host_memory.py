@@ -97,7 +97,7 @@ def _unpin(address: int, gpu: int) -> None:
 class HostCopy:
     def __init__(self, buffer: HostBuffer, storages: Storages):
         self.buffer = buffer
-        self._storages = dict(storages)  # kept alive, so that no other gets their numbers
+        self.storages = dict(storages)  # kept alive, so that no other gets their numbers
         self.parts: dict[int, Tensor] = {}  # bytes, by the number of the storage; not of empty ones
         start = 0
         for number, storage in storages.items():
@@ -106,15 +106,12 @@ class HostCopy:
                 self.parts[number] = buffer.part(start, size).copy_(bytes_of(storage), non_blocking=True)
             start += _aligned(size)
 
-    def covers(self, storages: Storages) -> bool:
-        return self._storages.keys() >= storages.keys()
-
     @torch.no_grad()
     def with_more(self, storages: Storages) -> HostCopy:
         """Return the same with copies of those of the tensors that it lacks, which are few, in memory of their own."""
-        more = {number: storage for number, storage in storages.items() if number not in self._storages}
+        more = {number: storage for number, storage in storages.items() if number not in self.storages}
         new = copy.copy(self)
-        new._storages = self._storages | more
+        new.storages = self.storages | more
         new.parts = dict(self.parts)
         for number, storage in more.items():
             if storage.nbytes():
@@ -217,7 +214,7 @@ class HostMemory:
         if not here:
             return
         copy = self.current
-        if copy is None or not copy.covers(here):
+        if copy is None or not copy.storages.keys() >= here.keys():
             assert not self._offloaded, "tensors that are offloaded cannot be copied again"
             copy = self.copy(here)
             if torch.cuda.is_initialized():

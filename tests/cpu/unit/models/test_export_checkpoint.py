@@ -34,7 +34,7 @@ MOST = 10**9
 
 
 class Files:
-    """The files of a checkpoint (`SavedFiles`) in memory."""
+    """The files of a checkpoint, as `export` reads them, in memory."""
 
     path = "run/checkpoints/global_step_3"
 
