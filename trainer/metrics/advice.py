@@ -15,12 +15,16 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config
 from trainer.config.tasks import ACCURACY
 from trainer.metrics.names import table_rows
+
+if TYPE_CHECKING:
+    from trainer.metrics.tracker import MetricsLines
 
 LOG = logging.getLogger(__name__)
 
@@ -28,6 +32,8 @@ _SOLVED = 0.95
 """Validation accuracy, or mean reward divided by `reward.success_threshold`, from which a task is solved: then the
 completions of most prompts agree, and the entropy is low, because all is well."""
 _START = 5  # first steps whose median is the start of a metric
+_LAST_LINES = 1000  # of a long run, which mostly decide what holds after the last step
+_COMPARED_TO_START = ("policy/entropy", "response_length/mean", "reward/mean")
 COMPARE_NOTHING = ("gae", "reward", "zero", "reverse_kl", "reinforce_plus_plus", "remax", "rae")
 """The built-in `algorithm.advantage_estimator`s for which equal rewards of the completions of a prompt are no loss."""
 
@@ -47,26 +53,29 @@ class Advice:
 
 
 class _Past:
-    """The first values of each metric before a step, and its validations."""
+    """What rules know of the steps before one: the first values of some metrics, and the validations."""
 
-    def __init__(self) -> None:
-        self._first: dict[str, list[float]] = {}
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        wanted = _finite(_value(config, "reward", "success_threshold"))
+        self._solved_reward = _SOLVED * wanted if wanted is not None and wanted > 0 else math.inf
+        self._first: dict[str, list[float]] = {name: [] for name in _COMPARED_TO_START}
         self._starts: dict[str, float] = {}  # medians of the first values
         self.accuracy = 0.0  # the last validation accuracy
         self.accuracy_of_start = -math.inf
         self.trained_accuracy = -math.inf  # the highest one of a step
 
-    def add(self, step: int, row: Mapping[str, float]) -> None:
-        for name in row.keys() - self._starts.keys():
-            first = self._first.setdefault(name, [])
-            first.append(row[name])
-            if len(first) == _START:
-                self._starts[name] = statistics.median(first)
-        self.accuracy = row.get(ACCURACY, self.accuracy)
-        if step > 0:
-            self.trained_accuracy = max(self.trained_accuracy, row.get(ACCURACY, -math.inf))
-        else:
-            self.accuracy_of_start = row.get(ACCURACY, -math.inf)
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._first:
+            for name in self._first.keys() & metrics.keys():
+                self._first[name].append(metrics[name])
+                if len(self._first[name]) == _START:
+                    self._starts[name] = statistics.median(self._first.pop(name))
+        if ACCURACY in metrics:
+            self.accuracy = metrics[ACCURACY]
+            if step > 0:
+                self.trained_accuracy = max(self.trained_accuracy, self.accuracy)
+            else:
+                self.accuracy_of_start = self.accuracy
 
     @property
     def best_accuracy(self) -> float:
@@ -76,24 +85,10 @@ class _Past:
         """Return the median of the first steps; `default` if there are too few: NaN is neither above nor below."""
         return self._starts.get(name, default)
 
-
-@dataclass(frozen=True)
-class _Step:
-    metrics: Mapping[str, float]  # the finite ones, of those that rules read
-    past: _Past
-    config: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> float:
-        return self.metrics[name]
-
-    def share_of_step(self, name: str) -> float:
-        return self[name] / self["time/step"] if self["time/step"] > 0 else 0.0
-
-    def is_solved(self) -> bool:
+    def is_solved(self, metrics: Mapping[str, float]) -> bool:
         """Return whether nearly all completions succeed."""
-        wanted = _finite(_value(self.config, "reward", "success_threshold"))
-        succeeds = wanted is not None and wanted > 0 and self.metrics.get("reward/mean", 0.0) >= _SOLVED * wanted
-        return succeeds or self.metrics.get(ACCURACY, self.past.accuracy) >= _SOLVED
+        succeeds = metrics.get("reward/mean", 0.0) >= self._solved_reward
+        return succeeds or metrics.get(ACCURACY, self.accuracy) >= _SOLVED
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,8 @@ class Rule:
     """The metrics that `holds` reads. A step without one of them does not count."""
     steps: int
     """Number of consecutive steps of which it holds before the advisory, and of which it does not before the next."""
-    holds: Callable[[_Step], bool]
+    holds: Callable[[Mapping[str, float], _Past], bool]
+    """Gets the metrics of a step that are finite, and the steps before."""
     condition: str  # the same for people, in Markdown
     advice: str  # what it means, and what to try
 
@@ -165,29 +161,33 @@ engines_wait | trainer.num_workers | 10 | time/wait_weights time/step | `time/wa
 """
 """By line: the name; the config key to change first; the number of steps; the metrics that are read; when the advisory
 is given, in Markdown; and what it means, and what to try. A line that begins with spaces continues the one before."""
-_HOLDS: dict[str, Callable[[_Step], bool]] = {
-    "no_signal": lambda s: s["reward/zero_std_frac"] == 1 or s["reward/zero_std_frac"] >= 0.8 and not s.is_solved(),
-    "entropy_collapse": lambda s: s["policy/entropy"] < 0.1 * s.past.start("policy/entropy") and not s.is_solved(),
-    "clipped_updates": lambda s: s["policy/clip_frac"] > 0.4,
-    "long_responses": lambda s: (
-        s["response_length/mean"] > 3 * s.past.start("response_length/mean")
-        and s["reward/mean"] <= s.past.start("reward/mean", 0.0)
+_HOLDS: dict[str, Callable[[Mapping[str, float], _Past], bool]] = {
+    "no_signal": lambda m, past: (
+        m["reward/zero_std_frac"] == 1 or m["reward/zero_std_frac"] >= 0.8 and not past.is_solved(m)
     ),
-    "truncated": lambda s: s["response_length/clip_ratio"] > 0.5,
-    "mismatch": lambda s: s["rollout/k3_kl"] > 0.01 and not s.metrics.get("rollout/staleness_mean"),
-    "stale_rollouts": lambda s: s["rollout/ess"] < 0.5 and s["rollout/staleness_mean"] > 0,
-    "falling_accuracy": lambda s: s[ACCURACY] < s.past.best_accuracy / 2 and s[ACCURACY] < s.past.best_accuracy - 0.2,
-    "no_success": lambda s: s[ACCURACY] == s.past.best_accuracy == 0,
-    "no_gain": lambda s: (
-        0 < s.past.accuracy_of_start >= max(s[ACCURACY], s.past.trained_accuracy) and not s.is_solved()
+    "entropy_collapse": lambda m, past: (
+        m["policy/entropy"] < 0.1 * past.start("policy/entropy") and not past.is_solved(m)
     ),
-    "kl_explosion": lambda s: s["policy/kl"] > 2,
-    "useless_critic": lambda s: s["critic/explained_variance"] <= 0,
-    "silent_agents": lambda s: s["episode/turns/mean"] == 0 and not s.metrics.get("environment/failures"),
-    "failed_environments": lambda s: s["environment/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
-    "failed_rewards": lambda s: s["reward/failures"] > 0.1 * s["perf/samples_per_s"] * s["time/step"],
-    "ranks_wait": lambda s: s.share_of_step("time/rollout") > 0.8,
-    "engines_wait": lambda s: s.share_of_step("time/wait_weights") > 0.8,
+    "clipped_updates": lambda m, past: m["policy/clip_frac"] > 0.4,
+    "long_responses": lambda m, past: (
+        m["response_length/mean"] > 3 * past.start("response_length/mean")
+        and m["reward/mean"] <= past.start("reward/mean", 0.0)
+    ),
+    "truncated": lambda m, past: m["response_length/clip_ratio"] > 0.5,
+    "mismatch": lambda m, past: m["rollout/k3_kl"] > 0.01 and not m.get("rollout/staleness_mean"),
+    "stale_rollouts": lambda m, past: m["rollout/ess"] < 0.5 and m["rollout/staleness_mean"] > 0,
+    "falling_accuracy": lambda m, past: m[ACCURACY] < past.best_accuracy / 2 and m[ACCURACY] < past.best_accuracy - 0.2,
+    "no_success": lambda m, past: m[ACCURACY] == past.best_accuracy == 0,
+    "no_gain": lambda m, past: (
+        0 < past.accuracy_of_start >= max(m[ACCURACY], past.trained_accuracy) and not past.is_solved(m)
+    ),
+    "kl_explosion": lambda m, past: m["policy/kl"] > 2,
+    "useless_critic": lambda m, past: m["critic/explained_variance"] <= 0,
+    "silent_agents": lambda m, past: m["episode/turns/mean"] == 0 and not m.get("environment/failures"),
+    "failed_environments": lambda m, past: m["environment/failures"] > 0.1 * m["perf/samples_per_s"] * m["time/step"],
+    "failed_rewards": lambda m, past: m["reward/failures"] > 0.1 * m["perf/samples_per_s"] * m["time/step"],
+    "ranks_wait": lambda m, past: m["time/rollout"] > 0.8 * m["time/step"] > 0,
+    "engines_wait": lambda m, past: m["time/wait_weights"] > 0.8 * m["time/step"] > 0,
 }
 RULES = tuple(
     Rule(name, key, tuple(metrics.split()), int(steps), _HOLDS[name], condition, advice)
@@ -200,10 +200,10 @@ _READ = frozenset(name for rule in RULES for name in rule.metrics)
 @dataclass
 class _Counter:
     since: int = 0
-    last: int = 0
     present: int = 0  # consecutive steps of which it held
     absent: int = 0  # consecutive steps of which it did not
     is_given: bool = False
+    is_counting: bool = False  # a step of which it does not hold makes a difference
     found: list[tuple[int, int]] = field(default_factory=list)
 
     def update(self, step: int, holds: bool, steps: int) -> bool:
@@ -211,9 +211,10 @@ class _Counter:
         if not holds:
             self.present, self.absent = 0, self.absent + 1
             self.is_given &= self.absent < steps
+            self.is_counting = self.is_given
             return False
         self.since = self.since if self.present or self.is_given else step
-        self.present, self.absent, self.last = self.present + 1, 0, step
+        self.present, self.absent, self.is_counting = self.present + 1, 0, True
         if self.is_given:
             self.found[-1] = self.since, step
         elif self.present >= steps:
@@ -243,22 +244,30 @@ class Advisor:
         if compares_completions is None:
             compares_completions = _value(self._config, "algorithm", "advantage_estimator") not in COMPARE_NOTHING
         self._counters = [(rule, _Counter()) for rule in RULES if compares_completions or rule.name != "no_signal"]
-        self._past = _Past()
+        self._countable: dict[frozenset[str], list[tuple[Rule, _Counter]]] = {}  # by the metrics of a step
+        self._past = _Past(self._config)
         for index, row in enumerate(history):
-            step = _finite(row.get("step"))
-            self.update(index if step is None else int(step), row)
+            step = row.get("step")
+            self.update(step if type(step) is int else index, row)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Advice]:
         """Return the advisories that the metrics of a finished step give rise to."""
         logged = _READ.intersection(metrics)
-        finite = {name: number for name in logged if (number := _finite(metrics[name])) is not None}  # null: it is not
-        given, finished = [], _Step(finite, self._past, self._config)
-        for rule, counter in self._counters:
-            if logged.issuperset(rule.metrics):
-                holds = finite.keys() >= {*rule.metrics} and rule.holds(finished)
-                if counter.update(step, holds, rule.steps):
-                    given.append(_advice(rule, counter.found[-1]))
-        self._past.add(step, finite)
+        if logged not in self._countable:
+            self._countable[logged] = [(rule, one) for rule, one in self._counters if logged.issuperset(rule.metrics)]
+        try:
+            are_finite = math.isfinite(sum([metrics[name] for name in logged]))  # quicker than each on its own
+        except (TypeError, OverflowError):
+            are_finite = False
+        if not are_finite:  # `null` is not
+            numbers = {name: _finite(metrics[name]) for name in logged}
+            metrics = {name: number for name, number in numbers.items() if number is not None}
+        given = []
+        for rule, counter in self._countable[logged]:
+            holds = (are_finite or metrics.keys() >= {*rule.metrics}) and rule.holds(metrics, self._past)
+            if (holds or counter.is_counting) and counter.update(step, holds, rule.steps):
+                given.append(_advice(rule, counter.found[-1]))
+        self._past.add(step, metrics)
         return given
 
     @property
@@ -272,6 +281,38 @@ class Advisor:
         """The advisories that hold after the last step."""
         counters = [(rule, counter) for rule, counter in self._counters if counter.is_given]
         return sorted((_advice(r, c.found[-1]) for r, c in counters), key=lambda advice: advice.steps[0])
+
+
+def current_advice(lines: MetricsLines, config: Mapping[str, Any] | None = None) -> list[Advice]:
+    """Return `Advisor(config, history=lines).current`. Of many lines it reads the last ones and those of validations,
+    if they decide: an advisory that has held for longer than the last lines needs all."""
+    if len(lines) <= _LAST_LINES:
+        return Advisor(config, history=lines).current
+    advisor, last = Advisor(config), lines[-_LAST_LINES:]
+    wanted = (ACCURACY, *_COMPARED_TO_START)
+    before: dict[int, dict[str, float | None]] = {}
+    for name in wanted:
+        is_start = name != ACCURACY
+        found = (row for row in lines.having(name) if name in row and not (is_start and row[name] is None))
+        for row in islice(found, _START if is_start else None):
+            before[row["step"]] = {one: row[one] for one in wanted if one in row}
+    for step, metrics in sorted(before.items()):
+        if step < last[0]["step"]:
+            advisor.update(step, metrics)
+    counters = [(rule, counter) for rule, counter in advisor._counters if rule.metrics != (ACCURACY,)]
+    for _, counter in counters:  # what the lines between have counted is not known: until it has been absent, it holds
+        vars(counter).update(vars(_Counter(is_given=True, is_counting=True, found=[(0, 0)])))
+    for row in last:
+        advisor.update(row["step"], row)
+    for rule, counter in counters:
+        is_counted = bool(counter.present or counter.absent)
+        if is_counted and counter.is_given and len(counter.found) == 1:
+            return Advisor(config, history=lines).current
+        if not is_counted:
+            if all(any(name in row for row in lines.having(name)) for name in rule.metrics):
+                return Advisor(config, history=lines).current
+            counter.is_given = False
+    return advisor.current
 
 
 def _advice(rule: Rule, steps: tuple[int, int]) -> Advice:

@@ -14,8 +14,10 @@ import numbers
 import os
 import re
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import NoneType
 from typing import Any
 
@@ -33,7 +35,8 @@ LOG = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 _BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')  # how a line begins that this package has written
-_NUMBERS = {int, float, NoneType}
+_NUMBERS = frozenset((int, float, NoneType))
+_LINES_AT_ONCE = 1000
 
 
 class Tracker:
@@ -219,28 +222,48 @@ class MetricsLines(Sequence[dict[str, Any]]):
         return list(self._rows([index for index, one in enumerate(self.steps) if one > step]))
 
     def having(self, prefix: str) -> Iterator[dict[str, Any]]:
-        return self._rows(self._indices(prefix))
+        """Yield the rows with a metric whose name begins with `prefix`."""
+        if not prefix.startswith("val/"):
+            return self._rows(self._find(prefix))
+        return (row for row in self._rows(self._validated) if any(name.startswith(prefix) for name in row))
 
     def thinned(self, most: int, steps: Collection[int] = ()) -> list[dict[str, Any]]:
-        """Return about `most` rows, and as many with a validation, evenly spread, the last one and those of `steps`."""
-        chosen = {index for index, step in enumerate(self.steps) if step in steps or index == len(self) - 1}
-        for some in (range(len(self)), self._indices("val/")):
-            chosen.update(some[:: -(-len(some) // most) or 1])
-        return list(self._rows(sorted(chosen)))
+        """Return about `most` rows, evenly spread, the last one and those of `steps`. As many others with a validation
+        have that alone."""
+        whole = {index for index, step in enumerate(self.steps) if step in steps or index == len(self) - 1}
+        whole.update(range(0, len(self), -(-len(self) // most) or 1))
+        chosen = sorted(whole.union(self._validated[:: -(-len(self._validated) // most) or 1]))
+        return [
+            row if index in whole else {name: row[name] for name in row if name.startswith(("step", "val/"))}
+            for index, row in zip(chosen, self._rows(chosen), strict=True)
+        ]
 
-    def _indices(self, prefix: str) -> list[int]:
+    @cached_property
+    def _validated(self) -> list[int]:
+        """The indices of lines with a validation."""
+        return list(self._find("val/"))
+
+    def _find(self, prefix: str) -> Iterator[int]:
+        """Yield the indices of lines with a metric whose name begins with `prefix`."""
         text = json.dumps(prefix)[:-1].encode()  # the only texts of a line are the names
-        return [index for index, line in self._lines(range(len(self))) if text in line]
+        with open_regular(self._path) if len(self) else contextlib.nullcontext() as file:
+            for first in range(0, len(self), _LINES_AT_ONCE):
+                begin, end = self.starts[first], self.starts[min(first + _LINES_AT_ONCE, len(self))]
+                block = file.read(end - begin)
+                place = block.find(text)
+                while place >= 0:
+                    index = bisect_right(self.starts, begin + place, first) - 1
+                    yield index
+                    place = block.find(text, self.starts[index + 1] - begin)
 
-    def _rows(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-        return (self._decode(index, line) for index, line in self._lines(indices))
-
-    def _lines(self, indices: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        if len(indices):
-            with open_regular(self._path) as file:
-                for index in indices:
+    def _rows(self, indices: Iterable[int]) -> Iterator[dict[str, Any]]:
+        with open_regular(self._path) if len(self) else contextlib.nullcontext() as file:
+            following = 0
+            for index in indices:
+                if index != following:
                     file.seek(self.starts[index])
-                    yield index, file.read(self.starts[index + 1] - self.starts[index])
+                following = index + 1
+                yield self._decode(index, file.read(self.starts[following] - self.starts[index]))
 
     def _decode(self, index: int, line: bytes) -> dict[str, Any]:
         try:
@@ -282,11 +305,13 @@ def check_lines(path: str, first: int | None, last: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):  # `parse_object` takes ten times as long
+    try:
         row = from_json(line, allow_inf_nan=False)
-        is_plain = type(row) is dict and is_count(row.get("step")) and set(map(type, row.values())) <= _NUMBERS
-        if is_plain and max(map(abs, filter(None, row.values())), default=0) < 2**63:
+        is_plain = type(row) is dict and is_count(row.get("step")) and _NUMBERS.issuperset(map(type, row.values()))
+        if is_plain and math.hypot(*filter(None, row.values())) < 2**63:  # none of them is as large
             return row
+    except (ValueError, OverflowError):
+        pass
     return parse_object(line, {"step": is_count, str: (is_number, NoneType)})
 
 

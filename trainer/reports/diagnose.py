@@ -22,7 +22,7 @@ from trainer.checkpoint.store import open_store
 from trainer.config.trainer import PROCESSES
 from trainer.errors import UserError
 from trainer.files.uris import inside, is_url
-from trainer.metrics.advice import Advisor
+from trainer.metrics.advice import current_advice
 from trainer.metrics.tracker import METRICS_FILE, MetricsLines
 from trainer.process.failures import INFRASTRUCTURE, JOB, Incident, read_incidents
 from trainer.process.log_setup import ToolParser, escape, run_tool, show
@@ -82,7 +82,7 @@ def diagnose(run_dir: str) -> list[str]:
         )
     else:
         advice = _advice(start, incidents, last_words)
-    current = Advisor(start["config"], history=rows).current
+    current = current_advice(rows, start["config"])
     notes = [f"advice     {note} (more: docs/troubleshooting.md)" for note in current]
     return [*lines, *notes, f"next       {advice}"]
 

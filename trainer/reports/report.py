@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import Metric
 from trainer.config.tasks import ACCURACY
 from trainer.errors import UserError, describe_error
-from trainer.metrics.advice import Advisor
+from trainer.metrics.advice import current_advice
 from trainer.metrics.best import find_best
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.tracker import METRICS_FILE, MetricsLines
@@ -85,7 +85,7 @@ def final_report(run_dir: str) -> None:
 
 
 def _notes(rows: Iterable[dict[str, Any]], config: Mapping[str, Any], columns: int) -> list[str]:
-    notes = [f"NOTE: {advice}" for advice in Advisor(config, history=rows).current]
+    notes = [f"NOTE: {advice}" for advice in current_advice(rows, config)]
     return [line for note in notes for line in textwrap.wrap(note, _LETTERS * columns)]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,11 +47,11 @@ def describe_run(run: Run, name: str) -> dict[str, Any]:
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the steps and the values of each metric. None is a number that was not finite."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[Any]] = defaultdict(lambda: [[], []])
     for row in rows:
         for name, value in row.items():
             if name != "step":
-                steps, values = found.setdefault(name, [[], []])
+                steps, values = found[name]
                 steps.append(row["step"])
                 values.append(value if value is None or isinstance(value, int) else float(f"{value:.6g}"))
     return dict(sorted(found.items()))
@@ -91,7 +92,7 @@ def _marks(run_dir: str) -> list[dict[str, Any]]:
     ]
     with contextlib.suppress(OSError), open(os.path.join(run_dir, LOG_NAME), errors="replace") as file:
         for line in file:
-            if match := _RESUMED.match(line.rstrip("\n")):
+            if " from " in line and (match := _RESUMED.match(line.rstrip("\n"))):
                 marks.append({"kind": "restart", "step": int(match[3]), "time": match[1], "text": match[2]})
     with contextlib.suppress(OSError, UserError):  # checkpoints in an object store that cannot be reached
         store = find_store(run_dir)

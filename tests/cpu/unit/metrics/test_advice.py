@@ -15,9 +15,11 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.registry import needs_different_completions
 from trainer.config import Config
 from trainer.config.fields import walk_keys
-from trainer.metrics.advice import COMPARE_NOTHING, RULES, Advice, Advisor, with_reference
+from trainer.errors import UserError
+from trainer.metrics import advice as advisories
+from trainer.metrics.advice import COMPARE_NOTHING, RULES, Advice, Advisor, current_advice, with_reference
 from trainer.metrics.names import is_metric
-from trainer.metrics.tracker import read_metrics
+from trainer.metrics.tracker import MetricsLines, as_lines, read_metrics
 
 ROOT = Path(__file__).parents[4]
 KEYS = {key for key, *_ in walk_keys(Config())}
@@ -207,6 +209,52 @@ def test_a_resumed_run_advises_like_the_uninterrupted_one(kept):
     later = [(row["step"], str(advice)) for row in rows[kept:] for advice in resumed.update(row["step"], row)]
     assert later == [advice for advice in expected if advice[0] > kept]
     assert [advice.name for advice in resumed.current] == [] and resumed.found == whole.found
+
+
+parts = st.tuples(
+    st.integers(1, 60), st.sampled_from([*SICK, "", "unlogged"]), st.sampled_from([*START, "val/accuracy"])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(parts, min_size=1, max_size=6), null=st.integers(0, 100))
+def test_the_last_lines_of_a_long_run_give_the_advice_that_all_lines_give(tmp_path_factory, parts, null):
+    rows = history(*((count, SICK.get(name, {})) for count, name, _ in parts))
+    done = 1
+    for count, name, missing in parts:
+        for row in rows[done : done + count] if name == "unlogged" else []:
+            row.pop(missing, None)
+        for row in rows[done : done + count]:
+            row |= {"val/accuracy": 0.0 if name in ("no_success", "") else 0.5} if row["step"] % 3 == 0 else {}
+        done += count
+    rows[null % len(rows)]["policy/entropy"] = None
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    path.write_text(as_lines(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advisories, "_LAST_LINES", 40)
+        assert current_advice(MetricsLines(str(path))) == Advisor(history=rows).current
+
+
+def test_the_last_lines_are_compared_with_the_first_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(advisories, "_LAST_LINES", 40)
+    rows = history((5, {}), (75, {"policy/entropy": 0.5}), (20, SICK["entropy_collapse"]))
+    (tmp_path / "metrics.jsonl").write_text(as_lines(rows))
+    (advice,) = current_advice(MetricsLines(str(tmp_path / "metrics.jsonl")))
+    assert (advice.name, advice.steps) == ("entropy_collapse", (81, 100))
+
+
+@pytest.mark.parametrize("name", ["no_success", "truncated"])
+def test_only_what_has_held_for_longer_than_the_last_lines_needs_the_others(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(advisories, "_LAST_LINES", 40)
+    lines = as_lines(history((100, SICK[name]), start=0.0)).splitlines(keepends=True)
+    lines[50] = '{"step": 50, damaged}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    read = MetricsLines(str(tmp_path / "metrics.jsonl"))
+    if name == "truncated":
+        with pytest.raises(UserError, match=r"metrics.jsonl:51 has no JSON object"):
+            current_advice(read)
+    else:
+        assert [(one.name, one.steps) for one in current_advice(read)] == [("no_success", (0, 100))]
 
 
 names = st.sampled_from(sorted({name for rule in RULES for name in rule.metrics} | {"val/accuracy", "step", *START}))

@@ -16,7 +16,7 @@ from tests.support.odd_files import DEEP_JSON
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
 from trainer.metrics import names
-from trainer.metrics.tracker import MetricsLines, Tracker, check_lines, read_metrics
+from trainer.metrics.tracker import MetricsLines, Tracker, as_lines, check_lines, read_metrics
 from trainer.reports.report import write_report
 
 
@@ -183,6 +183,20 @@ def test_the_problem_of_a_line_of_metrics_is_named(tmp_path, line, problem):
     sentence = rf"^{path}:2 has no JSON object with a step and numbers \({problem}\); repair or remove the file$"
     with pytest.raises(UserError, match=sentence):
         read_metrics(str(path))
+
+
+def test_a_long_run_is_thinned_evenly_with_its_validations(tmp_path):
+    path, long = tmp_path / "metrics.jsonl", range(2500)  # more lines than are read at once
+    rows = [{"step": step, "loss": 1.0} | ({"val/accuracy": step / 1e4} if step % 3 == 0 else {}) for step in long]
+    path.write_text(as_lines(rows))
+    thinned = {row["step"]: row for row in MetricsLines(str(path)).thinned(100, steps=[7])}
+    whole = {*range(0, 2500, 25), 7, 2499}
+    assert thinned == {step: rows[step] for step in whole} | {
+        step: {"step": step, "val/accuracy": step / 1e4} for step in range(0, 2500, 27) if step not in whole
+    }
+    assert [row["step"] for row in MetricsLines(str(path)).having("val/acc")] == list(range(0, 2500, 3))
+    assert [row["step"] for row in MetricsLines(str(path)).having("lo")] == list(long)
+    assert list(MetricsLines(str(path)).having("oss")) == list(MetricsLines(str(path)).having("val/loss")) == []
 
 
 @pytest.mark.parametrize(
