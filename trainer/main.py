@@ -17,7 +17,7 @@ from trainer.metrics.best import find_best
 from trainer.metrics.estimates import attempts_of
 from trainer.metrics.names import is_metric, pass_at, set_of_metric
 from trainer.metrics.sinks import find_sink
-from trainer.metrics.timing import StartUp
+from trainer.metrics.timing import logged_stages
 from trainer.metrics.tracker import METRICS_FILE, MetricsLines
 from trainer.process.machine_limits import usable_cores
 from trainer.process.signals import SIGNALS
@@ -135,7 +135,7 @@ def _check_devices(cfg: Config, device: str) -> None:
 
 def train(cfg: Config, on_step: OnStep | None = None) -> float | None:
     """Do what `trainer.task` names; returns `best_value`."""
-    with StartUp():
+    with logged_stages():
         refuse_unread(words_given(), cfg)
         from trainer.cluster.early_start import early_fork, early_ray  # a refused config does not wait for this
 

@@ -244,10 +244,10 @@ def main() -> int | None:
 
 
 def _evaluate(cfg: Config, subject: Subject) -> None:
-    from trainer.metrics.timing import StartUp
+    from trainer.metrics.timing import logged_stages
     from trainer.process.startup import stage
 
-    with StartUp():
+    with logged_stages():
         refuse_unread(words_given(), cfg)
         import_numpy()  # before torch does
         with stage("importing torch and transformers"):

@@ -106,9 +106,8 @@ class Rule:
     condition: str  # the same for people, in Markdown
     advice: str  # what it means, and what to try
 
-    @property
-    def text(self) -> str:
-        return f"{self.condition.replace('`', '')}: {self.advice}"
+    def advise(self, steps: tuple[int, int]) -> Advice:
+        return Advice(self.name, steps, f"{self.condition.replace('`', '')}: {self.advice}", self.key)
 
 
 _TABLE = """
@@ -266,21 +265,21 @@ class Advisor:
         for rule, counter in self._countable[logged]:
             holds = (are_finite or metrics.keys() >= {*rule.metrics}) and rule.holds(metrics, self._past)
             if (holds or counter.is_counting) and counter.update(step, holds, rule.steps):
-                given.append(_advice(rule, counter.found[-1]))
+                given.append(rule.advise(counter.found[-1]))
         self._past.add(step, metrics)
         return given
 
     @property
     def found(self) -> list[Advice]:
         """All advisories so far, by their first step."""
-        found = [_advice(rule, steps) for rule, counter in self._counters for steps in counter.found]
+        found = [rule.advise(steps) for rule, counter in self._counters for steps in counter.found]
         return sorted(found, key=lambda advice: advice.steps[0])
 
     @property
     def current(self) -> list[Advice]:
         """The advisories that hold after the last step."""
-        counters = [(rule, counter) for rule, counter in self._counters if counter.is_given]
-        return sorted((_advice(r, c.found[-1]) for r, c in counters), key=lambda advice: advice.steps[0])
+        current = [rule.advise(counter.found[-1]) for rule, counter in self._counters if counter.is_given]
+        return sorted(current, key=lambda advice: advice.steps[0])
 
 
 def current_advice(lines: MetricsLines, config: Mapping[str, Any] | None = None) -> list[Advice]:
@@ -289,12 +288,11 @@ def current_advice(lines: MetricsLines, config: Mapping[str, Any] | None = None)
     if len(lines) <= _LAST_LINES:
         return Advisor(config, history=lines).current
     advisor, last = Advisor(config), lines[-_LAST_LINES:]
-    wanted = (ACCURACY, *_COMPARED_TO_START)
+    wanted = {ACCURACY: None, **dict.fromkeys(_COMPARED_TO_START, _START)}  # and how many of each
     before: dict[int, dict[str, float | None]] = {}
-    for name in wanted:
-        is_start = name != ACCURACY
-        found = (row for row in lines.having(name) if name in row and not (is_start and row[name] is None))
-        for row in islice(found, _START if is_start else None):
+    for name, most in wanted.items():
+        found = (row for row in lines.having(name) if name in row and (most is None or row[name] is not None))
+        for row in islice(found, most):
             before[row["step"]] = {one: row[one] for one in wanted if one in row}
     for step, metrics in sorted(before.items()):
         if step < last[0]["step"]:
@@ -315,10 +313,6 @@ def current_advice(lines: MetricsLines, config: Mapping[str, Any] | None = None)
     return advisor.current
 
 
-def _advice(rule: Rule, steps: tuple[int, int]) -> Advice:
-    return Advice(rule.name, steps, rule.text, rule.key)
-
-
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
     """Return the value of a key of a nested config, or of one with dotted keys; None: there is none."""
     inner = config.get(section)
@@ -327,30 +321,11 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
 
 def _finite(value: Any) -> float | None:
     """Return a number; None: it is none, or not finite."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
     try:
         number = float(value) if isinstance(value, Real) else math.nan
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-class MetricChecks:
-    """Logs each advisory once, and finds metrics that have diverged (the arguments are those of `Advisor`)."""
-
-    def __init__(self, cfg: Config, compares_completions: bool, history: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions)
-        self._divergence = DivergenceCheck(cfg.trainer.divergence_limits)
-        for row in history:  # of many lines: once
-            self._advisor.update(row["step"], row)
-            self._divergence.update(row["step"], row)
-
-    def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
-        """Check the metrics of a finished step. Return the first metric that has diverged, or None."""
-        for advice in self._advisor.update(step, metrics):
-            LOG.info("NOTE: %s (more: docs/troubleshooting.md)", advice)
-        return self._divergence.update(step, metrics)
 
 
 @dataclass(frozen=True)
@@ -372,15 +347,25 @@ class Divergence:
 PATIENCE = 3  # consecutive steps above a limit after which the run has diverged
 
 
-class DivergenceCheck:
-    """Finds metrics that stay above their limits (`trainer.divergence_limits`)."""
+class MetricChecks:
+    """Logs each advisory once, and finds metrics that stay above their limits (`trainer.divergence_limits`). The
+    arguments are those of `Advisor`."""
 
-    def __init__(self, limits: Mapping[str, float]):
-        self._limits = limits
-        self._above: dict[str, list[int]] = {metric: [] for metric in limits}
+    def __init__(self, cfg: Config, compares_completions: bool, history: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._advisor = Advisor(dataclasses.asdict(cfg), compares_completions)
+        self._limits = cfg.trainer.divergence_limits
+        self._above: dict[str, list[int]] = {metric: [] for metric in self._limits}
+        for row in history:  # of many lines: once
+            self._advisor.update(row["step"], row)
+            self._find_divergence(row["step"], row)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
-        """Count a step, for metrics that it has. Return the first metric that has diverged, or None."""
+        """Check the metrics of a finished step. Return the first metric that has diverged, or None."""
+        for advice in self._advisor.update(step, metrics):
+            LOG.info("NOTE: %s (more: docs/troubleshooting.md)", advice)
+        return self._find_divergence(step, metrics)
+
+    def _find_divergence(self, step: int, metrics: Mapping[str, Any]) -> Divergence | None:
         divergence = None
         for metric, limit in self._limits.items():
             value, above = metrics.get(metric), self._above[metric]

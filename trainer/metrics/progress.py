@@ -18,10 +18,11 @@ from rich.text import Text
 
 from trainer.config.tasks import ACCURACY
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
-from trainer.metrics.timing import Timer, clock, stage_text
+from trainer.metrics.timing import Timer, clock
 from trainer.process import time_limits
-from trainer.process.log_setup import LOG_FILE, messages_to
+from trainer.process.log_setup import LOG_FILE, escape, messages_to
 from trainer.process.signals import SIGNALS
+from trainer.process.startup import running_stage
 
 LOG = logging.getLogger(__name__)
 _REFRESHES_PER_S = 2
@@ -154,8 +155,11 @@ class Progress:
         return "" if seconds is None else f"{label}{clock(seconds)}{unit}"
 
     def _phase(self) -> str:
-        running = self._timer.running()
-        return f"{running[0]} {clock(running[1])}" if running else stage_text()
+        """The running phase or stage of the start, and its time so far, as `starting Ray 0:04`."""
+        if running := self._timer.running():
+            return f"{running[0]} {clock(running[1])}"
+        stage = running_stage()
+        return f"{escape(stage[0], lines=False)} {clock(time.monotonic() - stage[1])}" if stage else ""
 
     def _below(self) -> Iterable[RenderableType]:
         """The main metrics, and each phase's share of the step: `rollout 45%  update 38%  …`, largest first."""

@@ -59,7 +59,13 @@ class Transcript:
         texts = {label: text for label, text in texts.items() if text or label in ("prompt", "completion")}
         lines = []
         for label, text in texts.items():
-            shown = _shorten(text) if brief else text.split("\n")
+            shown = text.split("\n")
+            if brief:
+                options: dict[str, Any] = {"replace_whitespace": False, "drop_whitespace": False}
+                shown = [part for line in shown for part in textwrap.wrap(line, _WIDTH, **options) or [""]]
+                left_out = len(shown) - _FIRST - _LAST
+                if left_out > 1:
+                    shown = [*shown[:_FIRST], f"… ({left_out} lines left out)", *shown[-_LAST:]]
             lines += [f"{label if i == 0 else '':<10}  {line}".rstrip() for i, line in enumerate(shown)]
         return "\n".join(lines)
 
@@ -108,14 +114,3 @@ def _turns(messages: Sequence[Message]) -> str:
     if len(shown) == 1:
         return str(shown[0]["content"])
     return "\n".join(f"{message['role']}: {message['content']}" for message in shown)
-
-
-def _shorten(text: str) -> list[str]:
-    """Return `text` in lines of limited width, and of many lines the first and the last ones."""
-    lines = [
-        part
-        for line in text.split("\n")
-        for part in textwrap.wrap(line, _WIDTH, replace_whitespace=False, drop_whitespace=False) or [""]
-    ]
-    left_out = len(lines) - _FIRST - _LAST
-    return lines if left_out <= 1 else [*lines[:_FIRST], f"… ({left_out} lines left out)", *lines[-_LAST:]]

@@ -281,7 +281,10 @@ class MLflow(Sink):
             is_over = entry is None
             waiting.extend([] if entry is None else [entry])
             try:
-                last = self._last_step() if last is None else last
+                if last is None:
+                    names = self._client.get_run(self.run_id).data.metrics
+                    histories = (self._client.get_metric_history(self.run_id, name) for name in names)
+                    last = max((metric.step for history in histories for metric in history), default=-1)
                 while waiting:
                     step, values = waiting[0]
                     metrics = [Metric(name, value, int(1000 * time.time()), step) for name, value in values.items()]
@@ -291,11 +294,6 @@ class MLflow(Sink):
             except Exception as error:  # whatever the client raises
                 last = None
                 self._warn(error)
-
-    def _last_step(self) -> int:
-        names = self._client.get_run(self.run_id).data.metrics
-        histories = (self._client.get_metric_history(self.run_id, name) for name in names)
-        return max((metric.step for history in histories for metric in history), default=-1)
 
     def _warn(self, error: BaseException) -> None:
         if not self._has_warned:

@@ -11,7 +11,6 @@ from typing import Any
 
 from trainer.metrics.names import METRICS, PHASES
 from trainer.process import time_limits
-from trainer.process.log_setup import escape
 from trainer.process.signals import SIGNALS
 from trainer.process.startup import DISPLAY_THREAD, running_stage
 from trainer.process.tracing import TRACER
@@ -88,35 +87,27 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-class StartUp:
-    """Logs each stage that takes more than some seconds (see `trainer.process.startup`). A context manager."""
+@contextmanager
+def logged_stages() -> Iterator[None]:
+    """Log each stage of the start that takes more than some seconds (see `trainer.process.startup`)."""
+    is_over = threading.Event()
 
-    def __init__(self) -> None:
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._show, name=DISPLAY_THREAD, daemon=True)
-
-    def __enter__(self) -> StartUp:
-        with SIGNALS.blocked():
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _show(self) -> None:
+    def show() -> None:
         announced = None
-        while not self._is_over.wait(time_limits.POLL_INTERVAL_S):
+        while not is_over.wait(time_limits.POLL_INTERVAL_S):
             stage = running_stage()
             if stage not in (None, announced) and time.monotonic() - stage[1] > time_limits.LONG_STAGE_S:
                 announced = stage
                 LOG.info("%s …", stage[0])
 
-
-def stage_text() -> str:
-    """Return the running stage and its time so far, as `starting Ray 0:04`. Empty between stages. Thread-safe."""
-    stage = running_stage()
-    return f"{escape(stage[0], lines=False)} {clock(time.monotonic() - stage[1])}" if stage else ""
+    thread = threading.Thread(target=show, name=DISPLAY_THREAD, daemon=True)
+    with SIGNALS.blocked():
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -27,7 +27,6 @@ LOG = logging.getLogger(__name__)
 
 TRACE_FILE = "trace.json"
 _FLUSH_S = 1.0
-_LARGEST_BYTES = 256 << 20
 _BEGIN = b"[\n"
 
 
@@ -35,8 +34,19 @@ class Timeline:
     """Writes the spans of a run, while `fence` does not raise. If it cannot write, it says so once and ends. Runs may
     nest: the spans of an inner run go to its own file, if it has one."""
 
-    def __init__(self, run_dir: str, config: LoggerConfig, fence: Callable[[], None] = lambda: None):
-        self._file = TraceFile(run_dir, _LARGEST_BYTES)
+    def __init__(
+        self,
+        run_dir: str,
+        config: LoggerConfig,
+        fence: Callable[[], None] = lambda: None,
+        most_bytes: int = 256 << 20,
+    ):
+        self._path = os.path.join(run_dir, TRACE_FILE)
+        self._most_bytes = most_bytes
+        self._epoch = time.time() - time.monotonic()
+        self._named: set[tuple[str, str]] = set()  # processes and rows that the file has names for
+        self._free_from: dict[tuple[str, str], list[float]] = {}  # of rows whose spans may overlap
+        self._is_begun = False
         self._is_wanted = config.trace
         self._fence = fence
         self._ending = threading.Event()
@@ -57,12 +67,12 @@ class Timeline:
                 return
             try:
                 self._fence()
-                self._file.write(spans)
-            except UserError:  # another job has taken the run, as other code reports
-                self._stop()
-            except OSError as error:
-                self._stop()
-                LOG.warning("logger.trace: %s; the timeline ends here, and training continues", error)
+                self.write(spans)
+            except (UserError, OSError) as error:
+                TRACER.is_on = False
+                self._ending.set()
+                if not isinstance(error, UserError):  # else another job has taken the run, as other code reports
+                    LOG.warning("logger.trace: %s; the timeline ends here, and training continues", error)
 
     def close(self) -> None:
         """Write the last spans."""
@@ -73,27 +83,12 @@ class Timeline:
             self._thread = None
             TRACER.is_on = False
 
-    def _stop(self) -> None:
-        TRACER.is_on = False
-        self._ending.set()
-
     def _run(self) -> None:
         while not self._ending.wait(_FLUSH_S):
             self.flush()
 
-
-class TraceFile:
-    """Appends spans to the timeline in a directory, until it has `most_bytes`."""
-
-    def __init__(self, run_dir: str, most_bytes: int):
-        self._path = os.path.join(run_dir, TRACE_FILE)
-        self._most_bytes = most_bytes
-        self._epoch = time.time() - time.monotonic()
-        self._named: set[tuple[str, str]] = set()  # processes and rows that the file has names for
-        self._free_from: dict[tuple[str, str], list[float]] = {}  # of rows whose spans may overlap
-        self._is_begun = False
-
     def write(self, spans: Sequence[Span]) -> None:
+        """Append spans, unless the file is larger than `most_bytes`. OSError: it is, or cannot be written."""
         with naming(self._path):
             if not self._is_begun:
                 cut_torn_line(self._path)
@@ -102,7 +97,7 @@ class TraceFile:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             if size == 0:  # also if somebody has deleted it
                 self._named.clear()
-            data = self._lines(spans, [self._row_of(span) for span in spans])
+            data = self._lines(spans)
             with open(self._path, "ab") as file:
                 file.write(data if size else _BEGIN + data)
             self._is_begun = True
@@ -116,29 +111,23 @@ class TraceFile:
         free_from[number:] = [span.end, *free_from[number + 1 :]]
         return f"{name} {number + 1}" if number else name
 
-    def _lines(self, spans: Sequence[Span], rows: Sequence[str]) -> bytes:
+    def _lines(self, spans: Sequence[Span]) -> bytes:
         events: list[dict[str, object]] = []
         if not self._is_begun:
             mark = {"name": f"start on {socket.gethostname()}", "ph": "i", "s": "g"}
             place = {"pid": _number(DRIVER), "tid": _number(DRIVER, MAIN)}
             events.append({**mark, "ts": self._microseconds(min(span.start for span in spans)), **place})
-        for span, row in zip(spans, rows, strict=True):
-            process = span.process or DRIVER
-            self._name(events, process, row)
-            start, end = self._microseconds(span.start), self._microseconds(span.end)
+        for span in spans:
+            process, row = span.process or DRIVER, self._row_of(span)
             place = {"pid": _number(process), "tid": _number(process, row)}
+            for kind, key, name in (("process_name", "", process), ("thread_name", row, row)):
+                if (process, key) not in self._named:
+                    self._named.add((process, key))
+                    events.append({"name": kind, "ph": "M", **place, "args": {"name": name}})
+            start, end = self._microseconds(span.start), self._microseconds(span.end)
             details = {"args": dict(span.details)} if span.details else {}
             events.append({"name": span.name, "ph": "X", "ts": start, "dur": end - start, **place, **details})
         return b"".join(json.dumps(event).encode() + b",\n" for event in events)
-
-    def _name(self, events: list[dict[str, object]], process: str, row: str) -> None:
-        place = {"ph": "M", "pid": _number(process), "tid": _number(process, row)}
-        if (process, "") not in self._named:
-            self._named.add((process, ""))
-            events.append({"name": "process_name", **place, "args": {"name": process}})
-        if (process, row) not in self._named:
-            self._named.add((process, row))
-            events.append({"name": "thread_name", **place, "args": {"name": row}})
 
     def _microseconds(self, seconds: float) -> int:
         return int(1e6 * (seconds + self._epoch))

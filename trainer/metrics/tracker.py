@@ -107,22 +107,19 @@ class Tracker:
         assert self._last_step is not None, f"{self._path} has lines of an earlier process: rewind first"
         assert step > self._last_step, f"step {step} is logged after step {self._last_step}"
         assert "step" not in metrics
-        values = {name: _plain(metrics[name]) for name in sorted(metrics)}
+        plain = {name: int(v) if isinstance(v, numbers.Integral) else float(v) for name, v in metrics.items()}
+        values = dict(sorted(plain.items()))
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.append(as_lines([{"step": step, **finite}]).encode())
         self._last_step = step
         self.first_step = step if self.first_step is None else self.first_step
-        self._send(step, values, samples or {})
-
-    def _send(self, step: int, values: Mapping[str, float], samples: Samples) -> None:
-        """Send a step to the sinks. One that fails gets no more steps from this process."""
         for sink in list(self._sinks):
             try:
                 if samples:
                     sink.samples(step, samples)
                 sink.log(step, values)
             except Exception as error:  # whatever the client of a service raises must not end the run
-                self._sinks.remove(sink)
+                self._sinks.remove(sink)  # it gets no more steps from this process
                 problem = "%s gets no more steps (%s); %s has them all"
                 LOG.warning(problem, type(sink).__name__, first_line(error), METRICS_FILE)
 
@@ -172,7 +169,7 @@ class Tracker:
         for sink in sinks:
             try:
                 sink.end(exit_code)
-            except Exception as error:  # see `_send`
+            except Exception as error:  # see `log`
                 LOG.warning("%s has not been closed (%s)", type(sink).__name__, first_line(error))
 
     def __enter__(self) -> Tracker:
@@ -283,11 +280,6 @@ def as_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def values_of(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """Return the values of a metric in lines of a `metrics.jsonl`, without those that were not finite."""
-    return [row[name] for row in rows if row.get(name) is not None]
-
-
 def check_lines(path: str, first: int | None, last: int) -> None:
     """Raise a `UserError` unless each step from `first` (None: there is none) to `last` has one line."""
     lines = MetricsLines(path)
@@ -313,7 +305,3 @@ def _parse(line: bytes) -> dict[str, Any]:
     except (ValueError, OverflowError):
         pass
     return parse_object(line, {"step": is_count, str: (is_number, NoneType)})
-
-
-def _plain(value: float) -> float:
-    return int(value) if isinstance(value, numbers.Integral) else float(value)

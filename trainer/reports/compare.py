@@ -17,10 +17,10 @@ from trainer.config.tasks import ACCURACY
 from trainer.errors import UserError, did_you_mean, sentence_of
 from trainer.files.documents import flatten, parse_yaml
 from trainer.files.redaction import redact
-from trainer.metrics.best import Best, find_best
+from trainer.metrics.best import find_best
 from trainer.metrics.estimates import share_estimate
 from trainer.metrics.names import METRICS
-from trainer.metrics.tracker import METRICS_FILE, MetricsLines, values_of
+from trainer.metrics.tracker import METRICS_FILE, MetricsLines
 from trainer.process.log_setup import ToolParser, encodable, escape, run_tool, show
 from trainer.reports.drawing import MOST_POINTS, Rows, curve, label_steps, picture, series, share_axis
 from trainer.run.run_metadata import STARTS_FILE, RecordedTask, last_start, task_of
@@ -49,6 +49,10 @@ class Run:
     rows: MetricsLines
     task: RecordedTask
     command: list[str]  # words of the last start; empty if they are not known
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(os.path.abspath(self.path))
 
     @property
     def steps(self) -> int:
@@ -131,14 +135,34 @@ def compare_runs(paths: list[str], out: str | None, metric: str | None = None, a
         logged = {name for run in runs for row in run.rows for name in row if name != "step"}
         meant = did_you_mean(metric, logged) or f"they have {_listed(sorted(logged))}"
         raise UserError(f"--metric={metric}: no run has logged it; {meant}")
-    metric, mode = _compared_by(runs[0], metric)
-    best = {run.path: find_best(run.rows.having(metric), metric, mode) for run in runs}
-    runs.sort(key=lambda run: _rank(run, best[run.path], metric, mode))
+    task = runs[0].task
+    declared = {**METRICS, **task.metrics}.get(metric or "")
+    mode = (declared.better if declared else "") or "max"
+    if metric in (None, task.best_metric):
+        metric, mode = task.best_metric, task.best_mode
+    best, last = {}, {}
+    for run in runs:
+        measured = [row for row in run.rows.having(metric) if row.get(metric) is not None]
+        best[run.path] = find_best(measured, metric, mode)
+        last[run.path] = measured[-1][metric] if measured else None
+
+    def rank(run: Run) -> tuple[bool, float, float]:
+        # Runs with the same start, which they have not beaten, are ordered by their last value.
+        sign, found = -1 if mode == "max" else 1, best[run.path]
+        return found is None, sign * (found.value if found else 0.0), sign * (last[run.path] or 0.0)
+
+    runs.sort(key=rank)
     keys = differing_keys(runs)
     # The keys that a command of the runs names come first.
     named = {word.partition("=")[0].lstrip("+") for run in runs for word in run.command}
     shown = keys if as_json else sorted(keys, key=lambda key: key not in named)[:_MOST_KEYS]
-    rows = [_results(run, [key for key in keys if key in shown], metric, best[run.path]) for run in runs]
+    rows = [
+        {"run": run.name}
+        | {key: run.config.get(key, _UNKNOWN) for key in keys if key in shown}
+        | {"start": one and one.start, f"best {metric}": one and one.value, "at step": one and one.step}
+        | {"last": last[run.path], "steps": run.steps}
+        for run, one in ((run, best[run.path]) for run in runs)
+    ]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -158,31 +182,9 @@ def compare_runs(paths: list[str], out: str | None, metric: str | None = None, a
             show(f"curves: {out or 'compare.png'}")
 
 
-def _compared_by(run: Run, metric: str | None) -> tuple[str, str]:
-    """Return the metric to compare, and its mode: that of the run, unless another metric is named."""
-    task = run.task
-    if metric in (None, task.best_metric):
-        return task.best_metric, task.best_mode
-    declared = {**METRICS, **task.metrics}.get(metric)
-    return metric, (declared.better if declared else "") or "max"
-
-
 def _listed(names: Collection[str]) -> str:
     few = list(names)[:_FEW]
     return ", ".join(few) + (", …" if len(names) > len(few) else "")
-
-
-def _results(run: Run, keys: list[str], metric: str, best: Best | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"run": _name(run)}
-    row |= {key: run.config.get(key, _UNKNOWN) for key in keys}
-    row |= {"start": best and best.start, f"best {metric}": best and best.value, "at step": best and best.step}
-    return row | {"last": (values_of(run.rows.having(metric), metric) or [None])[-1], "steps": run.steps}
-
-
-def _rank(run: Run, best: Best | None, metric: str, mode: str) -> tuple[bool, float, float]:
-    """Return what orders runs: those with the same start, which they have not beaten, by their last value."""
-    sign, values = -1 if mode == "max" else 1, values_of(run.rows.having(metric), metric)
-    return best is None, sign * (best.value if best else 0.0), sign * (values or [0.0])[-1]
 
 
 def _print_table(rows: list[dict[str, Any]], keys: list[str]) -> None:
@@ -210,15 +212,11 @@ def _as_text(value: float | None) -> str:
     return _UNKNOWN if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def _name(run: Run) -> str:
-    return os.path.basename(os.path.abspath(run.path))
-
-
 def _draw(runs: list[Run], metric: str, path: str) -> None:
     with picture(path, 8, 5) as figure:
         axes = figure.add_subplot()
         for run in runs:
-            curve(axes, run.drawn, metric, encodable(_name(run)))
+            curve(axes, run.drawn, metric, encodable(run.name))
             rows = run.config.get("data.val_size")
             if metric == ACCURACY and isinstance(rows, int) and rows > 0:  # of a file, nobody has written how many
                 steps, values = series(run.drawn, metric)

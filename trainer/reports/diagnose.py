@@ -64,7 +64,9 @@ def diagnose(run_dir: str) -> list[str]:
     running, gone = holder(run_dir)
     last_words = _last_words(run_dir)
     lines = [f"run        {run_dir}: step {step} of {total} is logged", *_ending(running, gone, last_words)]
-    lines += ["incidents  none" if not incidents else f"incidents  {_counts(incidents)}"]
+    kinds, cost = Counter(incident.kind for incident in incidents), sum(incident.cost_s for incident in incidents)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    lines += [f"incidents  {counts}; they cost {cost:.0f} s" if incidents else "incidents  none"]
     lines += [f"           {_line(incident)}" for incident in incidents[-_SHOWN:]]
     lines += ["known good", *(f"           {line}" for line in checkpoints)]
     is_refused = good == 0 and any(": DAMAGED" in line for line in checkpoints)
@@ -157,12 +159,6 @@ def _last_words(run_dir: str) -> str:
         elif not line.startswith("report: ") and not (refused and line.endswith(" …")):
             return line
     return "nothing was logged"
-
-
-def _counts(incidents: list[Incident]) -> str:
-    kinds = Counter(incident.kind for incident in incidents)
-    cost = sum(incident.cost_s for incident in incidents)
-    return f"{', '.join(f'{count} {kind}' for kind, count in kinds.items())}; they cost {cost:.0f} s"
 
 
 def _line(incident: Incident) -> str:

@@ -8,10 +8,10 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config import Metric
 from trainer.config.tasks import ACCURACY
@@ -20,7 +20,7 @@ from trainer.metrics.advice import current_advice
 from trainer.metrics.best import find_best
 from trainer.metrics.names import PHASES, is_accuracy_of_set, pass_at
 from trainer.metrics.tracker import METRICS_FILE, MetricsLines
-from trainer.process.failures import INFRASTRUCTURE, JOB, Incident, read_incidents
+from trainer.process.failures import INFRASTRUCTURE, JOB, read_incidents
 from trainer.process.log_setup import ToolParser, encodable, run_tool, show
 from trainer.reports import drawing
 from trainer.reports.compare import find_runs
@@ -55,7 +55,9 @@ def write_report(run_dir: str, out: str | None = None) -> str:
         raise UserError(f"{source} has nothing to draw yet")
     path = out or os.path.join(run_dir, "report.png")
     height, columns = math.ceil(len(panels) / _COLUMNS), min(_COLUMNS, len(panels))
-    notes = _notes(lines, start["config"] if start else {}, columns)
+    advice = current_advice(lines, start["config"] if start else {})
+    notes = [line for one in advice for line in textwrap.wrap(f"NOTE: {one}", _LETTERS * columns)]
+    marks = sorted({(incident.step, incident.kind) for incident in incidents})
     inches = 3.3 * height + 0.4 + _LINE_INCHES * len(notes)
     with drawing.picture(path, 5.2 * columns, inches) as figure:
         grid = figure.add_gridspec(height, columns)
@@ -64,14 +66,16 @@ def write_report(run_dir: str, out: str | None = None) -> str:
             # The last panel fills the rest of its row.
             axes = figure.add_subplot(grid[row, column:] if i == len(panels) - 1 else grid[row, column])
             panel(axes, rows)
-            _draw_incidents(axes, incidents)
+            for step, kind in marks:
+                colour = _INCIDENT_COLOURS.get(kind, GREY)
+                axes.axvline(step - 0.5, color=colour, linestyle=":", linewidth=1.0, gid=f"incident {step}")
             drawing.label_steps(axes)
             axes.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
         name = encodable(os.path.basename(os.path.abspath(run_dir)))
-        marks = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
+        dotted = f", {len(incidents)} incident(s) (dotted; red: the job's own)" if incidents else ""
         if notes:
             figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=9)
-        figure.suptitle(f"{name} after step {rows[-1]['step']}{marks}", fontweight="bold")
+        figure.suptitle(f"{name} after step {rows[-1]['step']}{dotted}", fontweight="bold")
     return path
 
 
@@ -84,17 +88,6 @@ def final_report(run_dir: str) -> None:
         LOG.warning("no report was drawn (%s); `trainer report %s` draws it", reason, shlex.quote(run_dir))
 
 
-def _notes(rows: Iterable[dict[str, Any]], config: Mapping[str, Any], columns: int) -> list[str]:
-    notes = [f"NOTE: {advice}" for advice in current_advice(rows, config)]
-    return [line for note in notes for line in textwrap.wrap(note, _LETTERS * columns)]
-
-
-def _draw_incidents(axes: Axes, incidents: Sequence[Incident]) -> None:
-    for step, kind in sorted({(incident.step, incident.kind) for incident in incidents}):
-        colour = _INCIDENT_COLOURS.get(kind, GREY)
-        axes.axvline(step - 0.5, color=colour, linestyle=":", linewidth=1.0, gid=f"incident {step}")
-
-
 def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
     """Return the panels whose metrics the run has logged. `declared` are those of its task."""
     logged = {name for row in rows for name, value in row.items() if value is not None}
@@ -102,7 +95,8 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
     panels = [panel for name, panel in possible if name in logged]
     means = sorted(name for name in logged if name.endswith("/mean"))
     terms = [name for name in means if re.fullmatch(r"reward/.+/mean", name)]
-    if terms and not (len(terms) == 1 and all(_is_same(row.get(terms[0]), row.get("reward/mean")) for row in rows)):
+    pairs = [(row.get(terms[0]), row.get("reward/mean")) for row in rows] if len(terms) == 1 else []
+    if terms and not (pairs and all(None in pair or math.isclose(*pair, rel_tol=1e-6) for pair in pairs)):
         panels.append(partial(_family, names=terms, title="Terms of the reward", unit="reward"))
     sets = sorted(name for name in logged if is_accuracy_of_set(name))
     if sets:
@@ -112,10 +106,6 @@ def _panels(rows: Rows, declared: Mapping[str, Metric]) -> list[Panel]:
     if counts:
         panels.append(partial(_family, names=counts, title="Episodes", unit="mean of an episode"))
     return panels
-
-
-def _is_same(a: float | None, b: float | None) -> bool:
-    return a is None or b is None or math.isclose(a, b, rel_tol=1e-6)
 
 
 def _reward(axes: Axes, rows: Rows) -> None:

@@ -37,18 +37,13 @@ def view(args: argparse.Namespace) -> None:
     """
     builder = Builder(args.paths, Limits(args.max_episodes, args.max_tokens, *args.steps))
     out = args.out or (os.path.join(builder.paths[0], _OUT) if len(builder.paths) == 1 else _OUT)
-    _check_out(out)
+    folder = os.path.dirname(out) or "."
+    if os.path.isdir(out) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out={out}: cannot be written; name a file in a directory in which you may write")
     size = builder.write(out)
     for note in builder.notes:
         show(note, error=True)
     show(f"view: {out} ({format_size(size)})")
-
-
-def _check_out(out: str) -> None:
-    """Check that the page can be written to the file `out`."""
-    folder = os.path.dirname(out) or "."
-    if os.path.isdir(out) or not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out={out}: cannot be written; name a file in a directory in which you may write")
 
 
 def _steps(text: str) -> tuple[int, int | None]:

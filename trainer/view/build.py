@@ -30,16 +30,6 @@ class Limits:
     """The last one; None: there is no last one."""
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """A step as the page holds it."""
-
-    data: StepData
-    rows: str
-    texts: str
-    tokens: str
-
-
 class Builder:
     """Builds the page of runs.
 
@@ -89,20 +79,26 @@ class Builder:
             if limits.first <= one.step and (limits.last is None or one.step <= limits.last)
         ]
         vocabulary = self._vocabulary_of(run, name) if any(files.split == TRAINING for files in found) else None
-        kept: list[_Packed] = []
+        kept: list[tuple[StepData, dict[str, str]]] = []  # with the parts of the page, packed
         episodes = tokens = left_out = 0
         for files in _spread(found):
             if kept and (episodes >= limits.episodes or tokens >= limits.tokens):
                 left_out += 1
                 continue
-            packed = self._pack(files, limits.episodes - episodes, vocabulary)
-            if packed is None:
+            try:
+                data = read_step(files, limits.episodes - episodes, *([vocabulary.decode] if vocabulary else []))
+            except (ValueError, OSError) as error:
+                self.notes.append(f"the episodes of step {files.step} cannot be read ({error})")
                 continue
-            kept.append(packed)
-            episodes, tokens = episodes + packed.data.count, tokens + packed.data.num_tokens
-            if packed.data.left_out:
+            if not data.count:
+                continue
+            parts = {"rows": data.rows, "texts": data.texts, "tokens": data.tokens}
+            kept.append((data, {part: pack(value) for part, value in parts.items() if value}))
+            data.rows, data.texts, data.tokens = {"uid": data.rows["uid"]}, {}, b""  # the packed form is smaller
+            episodes, tokens = episodes + data.count, tokens + data.num_tokens
+            if data.left_out:
                 self.notes.append(
-                    f"{name}: {packed.data.left_out:,} episodes of step {files.step} ({files.split}) are left out "
+                    f"{name}: {data.left_out:,} episodes of step {files.step} ({files.split}) are left out "
                     "(--max-episodes)"
                 )
         if left_out:
@@ -111,33 +107,17 @@ class Builder:
                 "(--max-episodes, --max-tokens; --steps chooses some)"
             )
         steps = []
-        for packed in sorted(kept, key=lambda one: (one.data.files.split, one.data.files.step)):
-            files, key = packed.data.files, f"c{len(chunks)}"
-            step = {"step": files.step, "split": files.split, "origin": files.origin, "count": packed.data.count}
-            for part in ("rows", "texts", "tokens"):
-                text = getattr(packed, part)
-                if text:
-                    step[part] = f"{key}-{part}"
-                    chunks[step[part]] = text
+        for data, packed in sorted(kept, key=lambda one: (one[0].files.split, one[0].files.step)):
+            files, key = data.files, f"c{len(chunks)}"
+            step = {"step": files.step, "split": files.split, "origin": files.origin, "count": data.count}
+            step |= {part: f"{key}-{part}" for part in packed}
+            chunks |= {f"{key}-{part}": text for part, text in packed.items()}
             steps.append(step)
-        texts = vocabulary.texts(sorted({token for one in kept for token in one.data.token_ids})) if vocabulary else {}
+        texts = vocabulary.texts(sorted({token for data, _ in kept for token in data.token_ids})) if vocabulary else {}
         if not texts.get("ids"):
             return steps, None
         chunks[f"v{number}"] = pack(texts)
         return steps, f"v{number}"
-
-    def _pack(self, files: StepFiles, most_episodes: int, vocabulary: Vocabulary | None) -> _Packed | None:
-        """Return the episodes of a step; None: its files are gone or damaged."""
-        try:
-            data = read_step(files, most_episodes, *([vocabulary.decode] if vocabulary else []))
-        except (ValueError, OSError) as error:
-            self.notes.append(f"the episodes of step {files.step} cannot be read ({error})")
-            return None
-        if not data.count:
-            return None
-        packed = _Packed(data, pack(data.rows), pack(data.texts), pack(data.tokens) if data.tokens else "")
-        data.rows, data.texts, data.tokens = {"uid": data.rows["uid"]}, {}, b""  # the packed form is smaller
-        return packed
 
     def _vocabulary_of(self, run: Run, name: str) -> Vocabulary:
         """Return the vocabulary of a run; an empty one, with a note, if there is none."""

@@ -90,7 +90,7 @@ def find_steps(run_dir: str) -> list[StepFiles]:
 def read_step(
     files: StepFiles, most_episodes: int | None = None, decode: Callable[[list[int]], str | None] = lambda ids: None
 ) -> StepData:
-    """Return the episodes of one step, whole groups of them up to `most_episodes`.
+    """Return the episodes of one step, whole groups of them up to `most_episodes`, but one group at least.
 
     A file of the journal that disappears meanwhile is left out.
 
@@ -109,7 +109,12 @@ def read_step(
             data.texts["episodes"] = data.texts["episodes"][:most_episodes]
         return data
     episodes = _read_episodes(files)
-    kept = _whole_groups(episodes, most_episodes)
+    kept = episodes
+    if most_episodes is not None and len(episodes) > most_episodes:
+        sizes = Counter(episode.group for episode, _ in episodes)
+        count = int(np.searchsorted(np.cumsum([*sizes.values()]), most_episodes, side="right"))
+        groups = {*[*sizes][: max(1, count)]}
+        kept = [scored for scored in episodes if scored[0].group in groups]
     if files.origin == "journal":
         kept = [(_as_seen(episode, decode), scores) for episode, scores in kept]
     data = StepData(files, _rows(kept), _texts([episode.messages for episode, _ in kept]))
@@ -127,13 +132,6 @@ def _as_seen(episode: Episode, decode: Callable[[list[int]], str | None]) -> Epi
     if text is None:
         return episode
     return replace(episode, messages=[{"role": "prompt", "content": text}, *episode.split_messages()[1]])
-
-
-def _status(path: str) -> os.stat_result | None:
-    try:
-        return os.stat(path)
-    except OSError:
-        return None
 
 
 Scored = tuple[Episode, Sequence[TokenScores]]
@@ -167,16 +165,6 @@ def _read_episodes(files: StepFiles) -> list[Scored]:
     return [scored for _, group in groups.values() for scored in group.values()]
 
 
-def _whole_groups(episodes: list[Scored], most: int | None) -> list[Scored]:
-    """Return the episodes of the first groups, at most `most` episodes, but one group at least."""
-    if most is None or len(episodes) <= most:
-        return episodes
-    sizes = Counter(episode.group for episode, _ in episodes)
-    count = int(np.searchsorted(np.cumsum([*sizes.values()]), most, side="right"))
-    kept = {*[*sizes][: max(1, count)]}
-    return [scored for scored in episodes if scored[0].group in kept]
-
-
 def _rows(scored: Sequence[Scored]) -> dict[str, list[Any]]:
     episodes = [episode for episode, _ in scored]
     versions = [[sample.weight_versions for sample in episode.samples] for episode in episodes]
@@ -195,7 +183,7 @@ def _rows(scored: Sequence[Scored]) -> dict[str, list[Any]]:
         "source": [episode.source for episode in episodes],
         "metrics": [_numbers(episode.metrics) for episode in episodes],
         "versions": [next((list(one) for one in some if one is not None), None) for some in versions],
-        "preview": [_preview(_text_of(episode.messages)) for episode in episodes],
+        "preview": [_preview(episode.messages) for episode in episodes],
     }
 
 
@@ -228,11 +216,9 @@ def _texts(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, li
         indices = []
         for message in conversation:
             shown = _shown(message)
-            key = json.dumps(shown)
-            if key not in places:
-                places[key] = len(messages)
+            indices.append(places.setdefault(json.dumps(shown), len(messages)))
+            if indices[-1] == len(messages):
                 messages.append(shown)
-            indices.append(places[key])
         of_episodes.append(indices)
     return {"messages": messages, "episodes": of_episodes}
 
@@ -245,14 +231,11 @@ def _shown(message: Mapping[str, Any]) -> list[str]:
     return [str(message.get("role", "")), text, json.dumps(others, default=str, indent=1) if others else ""]
 
 
-def _text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of the last reply."""
+def _preview(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the beginning of the last reply on one line."""
     replies = (message.get("content") for message in reversed(messages) if message.get("role") == "assistant")
     text = next(replies, "")
-    return text if isinstance(text, str) else json.dumps(text, default=str)
-
-
-def _preview(text: str) -> str:
+    text = text if isinstance(text, str) else json.dumps(text, default=str)
     flat = " ".join(text[: 4 * _PREVIEW].split())
     return flat if len(flat) <= _PREVIEW and len(text) <= 4 * _PREVIEW else f"{flat[:_PREVIEW]}…"
 
@@ -280,7 +263,7 @@ def _read_lines(files: StepFiles) -> StepData:
                 values = {"uid": f"{row['uid']}:{row['number']}", "group": str(row["uid"]), "turns": turns}
                 values |= {"reward": _finite(row["reward"]), "terms": _numbers(row["rewards"])}
                 values |= {"status": row["finish_reason"], "failure": row.get("failure") or "", "answer": row["answer"]}
-                values |= {"metrics": _numbers(row.get("metrics", {})), "preview": _preview(_text_of(messages))}
+                values |= {"metrics": _numbers(row.get("metrics", {})), "preview": _preview(messages)}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}:{number} is no episode of a validation ({error})") from error
             for name, column in rows.items():

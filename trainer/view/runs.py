@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.checkpoint.inspection import find_store
-from trainer.config import Metric
 from trainer.errors import UserError
 from trainer.metrics.advice import Advisor
-from trainer.metrics.names import METRICS
+from trainer.metrics.names import declared_as
 from trainer.process.failures import read_incidents
 from trainer.reports.compare import Run
 from trainer.run.run_metadata import LOG_NAME, STARTS_FILE
@@ -41,7 +40,10 @@ def describe_run(run: Run, name: str) -> dict[str, Any]:
         "marks": _marks(run.path),
         "starts": _starts(run.path),
         "config": {key: _as_text(value) for key, value in run.config.items()},
-        "advice": advice(run),
+        "advice": [
+            {"steps": list(one.steps), "text": one.text, "key": one.key}
+            for one in Advisor(run.config, history=run.rows).found
+        ],
     }
 
 
@@ -59,22 +61,10 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def describe_metrics(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the unit and the meaning of each metric that the runs have logged."""
-    declared: dict[str, Metric] = dict(METRICS)
-    for run in runs:
-        declared |= run.task.metrics
-    patterns = [(re.compile(re.sub("<[a-z]+>", ".+", re.escape(name))), metric) for name, metric in declared.items()]
-    known = {}
-    for name in sorted({name for run in runs for row in run.drawn for name in row}):
-        metric = declared.get(name) or next((one for pattern, one in patterns if pattern.fullmatch(name)), None)
-        if metric is not None:
-            known[name] = [metric.unit, metric.meaning]
-    return known
-
-
-def advice(run: Run) -> list[dict[str, Any]]:
-    """Return the advisories about a run: the first and the last step of each, its sentence, and the key to change."""
-    found = Advisor(run.config, history=run.rows).found
-    return [{"steps": list(one.steps), "text": one.text, "key": one.key} for one in found]
+    of_tasks = {name: metric for run in runs for name, metric in run.task.metrics.items()}
+    logged = sorted({name for run in runs for row in run.drawn for name in row})
+    known = [(name, of_tasks.get(name) or declared_as(name)) for name in logged]
+    return {name: [metric.unit, metric.meaning] for name, metric in known if metric is not None}
 
 
 def _marks(run_dir: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from trainer.checkpoint.inspection import find_store
@@ -78,16 +78,17 @@ class Vocabulary:
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return None
-        data = self._read(piece)
+        if "ByteLevel" in self._decoder:  # each character stands for a byte
+            table = _byte_table()
+            data = b"".join(bytes([table[c]]) if c in table else c.encode(errors="replace") for c in piece)
+        elif match := _BYTE.fullmatch(piece):  # of SentencePiece or WordPiece, as in the next line
+            data = bytes([int(match[1], 16)])
+        else:
+            data = piece.replace(_SPACE, " ").encode(errors="replace")
         try:
             return data.decode()
         except UnicodeDecodeError:
             return list(data)
-
-    @functools.cached_property
-    def _read(self) -> Callable[[str], bytes]:
-        """Return the bytes of a token of the vocabulary."""
-        return _read_bytes if "ByteLevel" in self._decoder else _read_piece
 
 
 def find_tokenizer(run_dir: str, model_path: object) -> str | None:
@@ -102,19 +103,6 @@ def find_tokenizer(run_dir: str, model_path: object) -> str | None:
         paths = [] if store is None else [os.path.join(store.path(step), _ASSETS) for step in reversed(store.steps())]
     paths += [model_path] if isinstance(model_path, str) else []
     return next((file for path in paths if os.path.isfile(file := os.path.join(path, _FILE))), None)
-
-
-def _read_bytes(piece: str) -> bytes:
-    """Return the bytes for which the characters of a byte-level token stand."""
-    table = _byte_table()
-    return b"".join(bytes([table[c]]) if c in table else c.encode(errors="replace") for c in piece)
-
-
-def _read_piece(piece: str) -> bytes:
-    """Return the text of a token of SentencePiece or WordPiece."""
-    if match := _BYTE.fullmatch(piece):
-        return bytes([int(match[1], 16)])
-    return piece.replace(_SPACE, " ").encode(errors="replace")
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.config import Config, TrainerConfig
-from trainer.metrics.advice import DivergenceCheck, MetricChecks
+from trainer.metrics.advice import MetricChecks
 
 
 def checks(history: list[dict] | None = None) -> MetricChecks:
@@ -29,7 +29,7 @@ def test_a_resumed_run_repeats_no_advisory_and_counts_the_steps_before(caplog):
     assert len(caplog.messages) == 1
 
 
-def diverged(check: DivergenceCheck, *values: float | None, first: int = 1) -> list[str]:
+def diverged(check: MetricChecks, *values: float | None, first: int = 1) -> list[str]:
     """Return the findings of the check for steps with these values of `policy/kl`; a step with None has none."""
     rows = [{"policy/kl": value, "policy/loss": 50.0} for value in values]
     said = [check.update(step, row) for step, row in enumerate(rows, start=first)]
@@ -37,7 +37,7 @@ def diverged(check: DivergenceCheck, *values: float | None, first: int = 1) -> l
 
 
 def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
-    check = DivergenceCheck({"policy/kl": 1.0})
+    check = checks()
     assert diverged(check, 2.0, 2.0, 1.0, 2.0, None, 2.0) == [], "a step at the limit is not above it"
     assert diverged(check, 3.0, first=7) == [
         "policy/kl has been above 1 since step 4, and is 3 now (trainer.divergence_limits)"
@@ -47,4 +47,4 @@ def test_a_metric_above_its_limit_for_several_consecutive_steps_has_diverged():
 def test_a_resumed_run_counts_the_steps_before():
     history = [{"step": step, "policy/kl": 2.0} for step in (4, 5)]
     assert "since step 4" in str(checks(history).update(6, {"policy/kl": 2.0}))
-    assert diverged(DivergenceCheck({}), 2.0, 2.0, 2.0) == []
+    assert diverged(MetricChecks(Config(), True), 2.0, 2.0, 2.0) == []

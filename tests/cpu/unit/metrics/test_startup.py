@@ -7,14 +7,14 @@ import sys
 
 CODE = """
 import logging, time
-from trainer.metrics.timing import StartUp
+from trainer.metrics.timing import logged_stages
 from trainer.process import time_limits
 from trainer.process.log_setup import show_messages
 from trainer.process.startup import stage
 from trainer.metrics.progress import Progress
 show_messages()
 time_limits.LONG_STAGE_S = time_limits.POLL_INTERVAL_S = 0.05
-with StartUp():
+with logged_stages():
     with stage("starting Ray"), stage("joining it"):
         time.sleep(0.5)
     with stage("a quick one"):

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from tests.support.timelines import assert_nested, read_spans, spans_of
 from trainer.config import LoggerConfig
 from trainer.errors import UserError
-from trainer.metrics.trace_file import TRACE_FILE, Timeline, TraceFile
+from trainer.metrics.trace_file import TRACE_FILE, Timeline
 from trainer.process.tracing import DRIVER, MAIN, OVERLAPPING, TRACER, Span
-
-PLENTY = 1 << 30
 
 
 def span(name: str, start: float = 1.0, end: float = 2.0, process: str = "", row: str = MAIN, **details) -> Span:
@@ -37,7 +35,7 @@ def off():
 
 def test_the_file_is_an_open_array_after_every_write_and_every_start(tmp_path):
     for start in range(3):
-        file = TraceFile(str(tmp_path), PLENTY)
+        file = Timeline(str(tmp_path), LoggerConfig())
         for number in range(2):
             file.write([span(f"{start} {number}", process="rank 1", step=number)])
             events = json.loads((tmp_path / TRACE_FILE).read_bytes().rstrip(b",\n") + b"]")
@@ -51,21 +49,21 @@ def test_the_file_is_an_open_array_after_every_write_and_every_start(tmp_path):
 @given(data=st.data())
 def test_a_write_that_a_kill_has_cut_anywhere_costs_its_own_spans_alone(data, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
-    TraceFile(str(run_dir), PLENTY).write([span("kept", process="rank 0"), span('a "quoted\n]\n{ name')])
+    Timeline(str(run_dir), LoggerConfig()).write([span("kept", process="rank 0"), span('a "quoted\n]\n{ name')])
     before = (run_dir / TRACE_FILE).read_bytes()
-    TraceFile(str(run_dir), PLENTY).write([span("torn"), span("torn", process="engine 0")])
+    Timeline(str(run_dir), LoggerConfig()).write([span("torn"), span("torn", process="engine 0")])
     after = (run_dir / TRACE_FILE).read_bytes()
     cut = data.draw(st.integers(len(before), len(after)))
     (run_dir / TRACE_FILE).write_bytes(after[:cut])
     assert "kept" in [one.name for one in read_spans(str(run_dir))], "a viewer sees the spans before the repair, too"
-    TraceFile(str(run_dir), PLENTY).write([span("next")])
+    Timeline(str(run_dir), LoggerConfig()).write([span("next")])
     found = names(run_dir)
     assert found[:2] == ["kept", 'a "quoted\n]\n{ name'] and found[-1] == "next"
     assert found[2:-1] in ([], ["torn"], ["torn", "torn"])
 
 
 def test_a_file_that_somebody_deletes_begins_again(tmp_path):
-    file = TraceFile(str(tmp_path), PLENTY)
+    file = Timeline(str(tmp_path), LoggerConfig())
     for _ in range(2):
         file.write([span("a", process="rank 0")])
         assert [(one.process, one.row) for one in spans_of(tmp_path)] == [("rank 0", MAIN)]
@@ -75,12 +73,12 @@ def test_a_file_that_somebody_deletes_begins_again(tmp_path):
 def test_a_file_that_has_only_begun_is_continued(tmp_path):
     for content in (b"", b"[\n", b"[", b"\0" * 5000):
         (tmp_path / TRACE_FILE).write_bytes(content)
-        TraceFile(str(tmp_path), PLENTY).write([span("a")])
+        Timeline(str(tmp_path), LoggerConfig()).write([span("a")])
         assert names(tmp_path) == ["a"]
 
 
 def test_the_size_is_bounded(tmp_path):
-    file = TraceFile(str(tmp_path), 4000)
+    file = Timeline(str(tmp_path), LoggerConfig(), most_bytes=4000)
     with pytest.raises(OSError, match="File too large"):
         for number in range(200):
             file.write([span(f"span {number}", process=f"rank {number % 2}")])
@@ -94,7 +92,7 @@ def test_the_size_is_bounded(tmp_path):
 def test_spans_that_overlap_get_rows_in_which_they_do_not(tmp_path_factory, times):
     run_dir = tmp_path_factory.mktemp("run")
     spans = sorted((span("call", a, a + b, "environment 0", OVERLAPPING) for a, b in times), key=lambda one: one.end)
-    TraceFile(str(run_dir), PLENTY).write(spans)
+    Timeline(str(run_dir), LoggerConfig()).write(spans)
     found = spans_of(run_dir)
     assert len(found) == len(spans) and {one.row.partition(" ")[0] for one in found} == {"calls"}
     for row in {one.row for one in found}:
