@@ -70,8 +70,13 @@ class Transcript:
         return "\n".join(lines)
 
     def _texts(self) -> tuple[str, str, str]:
-        prompt, answer, completion = map(_middle_out, (_turns(self.prompt), self.answer, _turns(self.completion)))
-        return printable(prompt), printable(answer), printable(completion)
+        texts, half = [_turns(self.prompt), self.answer, _turns(self.completion)], _MOST_CHARACTERS // 2
+        for place, text in enumerate(texts):
+            left_out = len(text) - _MOST_CHARACTERS
+            if left_out > 0:  # wrapping megabytes takes minutes
+                texts[place] = f"{text[:half]}\n… ({left_out:,} characters left out)\n{text[-half:]}"
+        prompt, answer, completion = map(printable, texts)
+        return prompt, answer, completion
 
 
 def draw(size: int, count: int, seed: int, split: str, step: int) -> list[int]:
@@ -95,13 +100,6 @@ def write_validation(
 def printable(text: str) -> str:
     """Return `text` with characters escaped that control a terminal or cannot be seen, but for line breaks."""
     return escape(text.replace("\t", "    "))
-
-
-def _middle_out(text: str) -> str:
-    """Return `text` without its middle if it is very long: wrapping megabytes takes minutes."""
-    left_out = len(text) - _MOST_CHARACTERS
-    half = _MOST_CHARACTERS // 2
-    return text if left_out <= 0 else f"{text[:half]}\n… ({left_out:,} characters left out)\n{text[-half:]}"
 
 
 def _listed(values: Mapping[str, float]) -> str:

@@ -39,7 +39,10 @@ def describe_run(run: Run, name: str) -> dict[str, Any]:
         "curves": curves(run.drawn),
         "marks": _marks(run.path),
         "starts": _starts(run.path),
-        "config": {key: _as_text(value) for key, value in run.config.items()},
+        "config": {
+            key: value if isinstance(value, str) else json.dumps(value, default=str)
+            for key, value in run.config.items()
+        },
         "advice": [
             {"steps": list(one.steps), "text": one.text, "key": one.key}
             for one in Advisor(run.config, history=run.rows).found
@@ -102,7 +105,3 @@ def _starts(run_dir: str) -> list[dict[str, Any]]:
                 command = shlex.join(map(str, start["command"]))
                 starts.append({"time": start["time"][:19], "command": command, "host": start["host"], "git": commits})
     return starts[-_MOST_MARKS:]
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -16,7 +16,7 @@ from tests.support.metrics import make_tracker, step_metrics
 from trainer.config import Config, Metric, TrainerConfig
 from trainer.errors import UserError
 from trainer.process.failures import INCIDENTS, INFRASTRUCTURE, JOB, Incident
-from trainer.reports.report import _notes, _panels, _reward, main, write_report
+from trainer.reports.report import _panels, _reward, main, write_report
 from trainer.run.run_metadata import record_start
 
 ROOT = Path(__file__).parents[4]
@@ -122,15 +122,9 @@ def test_the_report_draws_terms_and_what_environments_count(tmp_path):
 def test_the_report_says_which_advisories_hold_at_the_end(tmp_path):
     rows = [step_metrics(step) | {"response_length/clip_ratio": 0.6} for step in range(1, 6)]
     over = rows + [step_metrics(step) | {"response_length/clip_ratio": 0.1} for step in range(6, 12)]
-    lines = [{"step": step, **row} for step, row in enumerate(over, start=1)]
-    text = " ".join(_notes(lines[:5], {}, columns=3))
-    assert (
-        text.startswith("NOTE: since step 1, response_length/clip_ratio is above 0.5: ")
-        and len(_notes(lines, {}, 3)) == 0
-    )
-    assert max(map(len, _notes(lines[:5], {}, columns=1))) <= 70 < len(text)
     plain = [row | {"response_length/clip_ratio": 0.1} for row in rows]
     quiet, noted = report_of(tmp_path / "a" / "run", plain), report_of(tmp_path / "b" / "run", rows)
+    assert picture_size(report_of(tmp_path / "c" / "run", over)) == picture_size(quiet), "it holds no more"
     assert picture_size(noted)[1] > picture_size(quiet)[1] and picture_size(noted)[0] == picture_size(quiet)[0]
 
 
