@@ -82,7 +82,7 @@ def _is_value(found: Any) -> bool:
 
 
 def import_spec(path: str, key: str, kind: type[Spec], known: Iterable[str], usual: str) -> Spec:
-    """Return the value of class `kind` at an import path, or for a class of the user the `kind` with that path.
+    """Return the value of class `kind` at an import path, or for a class of the user the `kind` with that path. Raises
     UserError: it is neither, but must be `usual`."""
     found: Any = import_function(path, key, known)
     if isinstance(found, kind):

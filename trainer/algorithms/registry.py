@@ -33,8 +33,8 @@ def has_ratio(function: Callable[..., Any]) -> bool:
 
 
 def resolve(registry: Mapping[str, Callable[..., Any]], name: str, key: str) -> Callable[..., Any]:
-    """Return `registry[name]`, or the function at the import path `package.module:function`. ValueError: names `key`
-    and the known names."""
+    """Return `registry[name]`, or the function at the import path `package.module:function`. Raises ValueError: names
+    `key` and the known names."""
     if name in registry:
         return registry[name]
     return import_function(name, key, known=registry)

@@ -70,7 +70,7 @@ class ObjectStoreClient(Protocol):
 
 @functools.cache
 def client_of(scheme: str) -> ObjectStoreClient:
-    """Return the client of the stores with this URL scheme. UserError: the package for them is not installed."""
+    """Return the client of the stores with this URL scheme. Raises UserError: the package for them is not installed."""
     spec: StoreSpec | None = store_spec(f"{scheme}://")
     assert spec is not None, f"{scheme}:// was accepted"
     module, _, name = spec.path.partition(":")

@@ -293,8 +293,8 @@ def _fingerprint(directory: str) -> str:
 def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
     """Return the keys of model directories that may have another path now, because a resume compares their content.
 
-    Weights need no comparison if the checkpoint holds all of them. CorruptCheckpointError: a record of the checkpoint
-    cannot be read."""
+    Weights need no comparison if the checkpoint holds all of them. Raises CorruptCheckpointError: a record of the
+    checkpoint cannot be read."""
     files = _saved_files(checkpoint).get("files", {})
     weights = read_object(checkpoint, WEIGHTS_FILE, {str: str}, missing_ok=True)
     compared = _compared_keys(cfg)
@@ -313,7 +313,7 @@ def movable_paths(checkpoint: Checkpoint, cfg: Config) -> tuple[str, ...]:
 
 
 def read_revisions(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the commits of the Hub that the run began with, by the ids of models and data sets.
+    """Return the commits of the Hub that the run began with, by the ids of models and data sets. Raises
     CorruptCheckpointError: the file cannot be read."""
     return _saved_files(checkpoint).get("revisions", {})
 

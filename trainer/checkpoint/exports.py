@@ -66,8 +66,8 @@ class PolicyExports:
 
 
 def check_export_path(path: str) -> None:
-    """Check that a run may export to the directory or URL `path`, before anything starts. UserError: checkpoints of
-    another run are there, or something that an export would have to replace."""
+    """Check that a run may export to the directory or URL `path`, before anything starts. Raises UserError: checkpoints
+    of another run are there, or something that an export would have to replace."""
     storage = open_storage(path)
     try:
         names = storage.names()

@@ -79,7 +79,8 @@ def list_steps(steps: list[int], most: int = 20) -> str:
 
 
 def check_step(store: CheckpointStore, step: int, option: str) -> None:
-    """Check that there is a checkpoint of `step`. UserError: there is none; the message lists the steps there are."""
+    """Check that there is a checkpoint of `step`. Raises UserError: there is none; the message lists the steps there
+    are."""
     steps = store.steps()
     if step not in steps:
         raise UserError(f"{option}={step}: {store.root} has no checkpoint of that step; it has {list_steps(steps)}")
@@ -90,7 +91,7 @@ def check_step(store: CheckpointStore, step: int, option: str) -> None:
 
 
 def open_run(root: str) -> CheckpointStore:
-    """Return the store of a run, or of a directory or URL. UserError: there are none."""
+    """Return the store of a run, or of a directory or URL. Raises UserError: there are none."""
     if (store := find_store(root)) is not None:
         return store
     if is_checkpoint(root):
@@ -108,7 +109,7 @@ def is_checkpoint(path: str) -> bool:
 
 def read_named(path: str) -> Checkpoint:
     """Return the checkpoint at `path`, or the newest valid checkpoint of the run at `path`, after reading all of it.
-    UserError: there is none."""
+    Raises UserError: there is none."""
     path = path.rstrip("/")
     if is_checkpoint(path):
         return manifests.verify(path)
@@ -124,7 +125,7 @@ def read_named(path: str) -> Checkpoint:
 
 
 def choose_checkpoint(path: str, step: int | None, best: bool) -> tuple[Checkpoint, str]:
-    """Return the checkpoint that a command line names, after reading all of it, and why it was chosen, in words.
+    """Return the checkpoint that a command line names, after reading all of it, and why it was chosen, in words. Raises
     UserError: there is no such checkpoint."""
     if step is None and not best:
         return read_named(path), ""

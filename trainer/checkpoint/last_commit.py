@@ -38,7 +38,8 @@ def _read(run_dir: str) -> dict[str, Any] | None:
 
 
 def check_nothing_committed(run_dir: str, ckpt_path: str) -> None:
-    """Check that a run without a checkpoint has never committed one. UserError: the run has committed a checkpoint."""
+    """Check that a run without a checkpoint has never committed one. Raises UserError: the run has committed a
+    checkpoint."""
     if not exists(run_dir):
         return
     path, record = os.path.join(run_dir, NAME), _read(run_dir)

@@ -253,7 +253,7 @@ class CheckpointManager:
 
     def _score(self, step: int) -> float | None:
         """Return the best metric at `step`; None if it was not measured, or if the run was compared by another metric.
-        CheckpointError: the checkpoint may be whole, and cannot be read now."""
+        Raises CheckpointError: the checkpoint may be whole, and cannot be read now."""
         try:
             score = manifests.read(self.store.path(step)).manifest
         except CorruptCheckpointError:

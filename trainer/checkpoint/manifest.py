@@ -212,7 +212,8 @@ def read_object(
     checkpoint: Checkpoint, name: str, shape: ObjectShape | None = None, missing_ok: bool = False
 ) -> dict[str, Any]:
     """Return the JSON object in the file `name` of a checkpoint. `missing_ok`: return an empty object if the manifest
-    does not name the file. CorruptCheckpointError: the file is missing, is not JSON, or does not have the `shape`."""
+    does not name the file. Raises CorruptCheckpointError: the file is missing, is not JSON, or does not have the
+    `shape`."""
     if missing_ok and all(entry.path != name for entry in checkpoint.entries):
         return {}
     with reading(checkpoint.path, name):
@@ -220,7 +221,7 @@ def read_object(
 
 
 def verify(path: str, level: str = "hash") -> Checkpoint:
-    """Read the manifest of the checkpoint at `path`, and check the files that it names. `level`: of `VERIFY`.
+    """Read the manifest of the checkpoint at `path`, and check the files that it names. `level`: of `VERIFY`. Raises
     CorruptCheckpointError: names the first file that is missing, is outside of the checkpoint, or differs."""
     checkpoint = read(path)
     check_files(checkpoint, level)

@@ -155,8 +155,8 @@ class ShardCheck:
 
 @contextlib.contextmanager
 def checked_shards(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[None]:
-    """Let the ranks check the shards of a checkpoint, each its part, before the block loads them.
-    CorruptCheckpointError: one does not have the content that was saved. UserError: one cannot be read."""
+    """Let the ranks check the shards of a checkpoint, each its part, before the block loads them. Raises
+    CorruptCheckpointError: one does not have the content that was saved. Raises UserError: one cannot be read."""
     check = ShardCheck(checkpoint)
     answers = ranks.ask(None, check, "run") if checkpoint.shards else {}
     problems = [problem for problem, _ in answers.values() if problem is not None]

@@ -67,8 +67,8 @@ class RankFiles(ShardedFiles):
         return [asdict(files.written[path]) for path in sorted(files.written)]
 
     def read(self, name: str, state: dict[str, Any], group: Any = None, optional: Sequence[str] = ()) -> None:
-        """Fill the tensors and plain values of `state` in place with what this rank has written. UserError: the rank
-        has written a state with other parts."""
+        """Fill the tensors and plain values of `state` in place with what this rank has written. Raises UserError: the
+        rank has written a state with other parts."""
         import torch
         import torch.distributed as dist
 

@@ -121,7 +121,7 @@ class CheckpointStore:
         raise NotImplementedError
 
     def probe(self) -> None:
-        """Test the operations of a save with a small file, which is read back. OSError: an operation failed."""
+        """Test the operations of a save with a small file, which is read back. Raises OSError: an operation failed."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ def give_access(roots: Collection[str | None], ranks: Ranks) -> None:
 
 def check_access(key: str, root: str, ranks: Ranks) -> None:
     """Check that checkpoints can be written from all machines with ranks. This process must hold the lock of `root`.
-    `key`: the config key that names `root`. UserError: from some they cannot."""
+    `key`: the config key that names `root`. Raises UserError: from some they cannot."""
     probe = StorageProbe(absolute(root))  # ranks on other machines have another working directory
     storage, lock = open_storage(root), b""
     if is_disk := storage.disk is not None:

@@ -216,8 +216,8 @@ def _enum_member(*args: Any) -> Any:
 
 
 def load_metadata(file: Any) -> Metadata:
-    """Read DCP's description of the shards without executing code in the file. UserError: the file is not a description
-    of shards, names a class that is not allowed, or names a file outside of its directory."""
+    """Read DCP's description of the shards without executing code in the file. Raises UserError: the file is not a
+    description of shards, names a class that is not allowed, or names a file outside of its directory."""
     try:
         metadata = _MetadataUnpickler(file).load()
         for info in metadata.storage_data.values():
@@ -314,8 +314,8 @@ class NamedFiles:
         return {entry.path: entry for entry in self.checkpoint.entries}
 
     def read(self, path: str) -> bytes:
-        """Return the content of a small file. CorruptCheckpointError: the content is not the saved content, or `path`
-        contains a link."""
+        """Return the content of a small file. Raises CorruptCheckpointError: the content is not the saved content, or
+        `path` contains a link."""
         with reading(self.path, path):
             data = self.checkpoint.files.get(path)
         if digest_bytes(data) != self.entries[path].hash:

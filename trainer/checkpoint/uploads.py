@@ -90,7 +90,8 @@ class TieredStore(CheckpointStore):
         self._local.abort(staging)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint in both tiers. OSError: the remote store is out of service. Nothing has changed."""
+        """Delete a checkpoint in both tiers. Raises OSError: the remote store is out of service. Nothing has
+        changed."""
         with self._moving:
             orphans = [(tier, tier.tombstone(step)) for tier in self._writable_tiers(step)]
             self._known().discard(step)
@@ -238,8 +239,8 @@ class TieredStore(CheckpointStore):
                 wait_s = min(2 * wait_s, time_limits.UPLOAD_LONGEST_BACKOFF_S)
 
     def _upload(self, step: int) -> None:
-        """Copy a checkpoint to the remote store, and commit it there. CorruptCheckpointError: a local file does not
-        have the content that was saved. OSError: the store fails, or the checkpoint is gone."""
+        """Copy a checkpoint to the remote store, and commit it there. Raises CorruptCheckpointError: a local file does
+        not have the content that was saved. Raises OSError: the store fails, or the checkpoint is gone."""
         checkpoint = manifests.read(self._local.path(step))
         self._check()
         new = [name for name in self._local.pieces() if name not in self._uploaded_pieces]

@@ -341,7 +341,7 @@ class RayCluster(Cluster):
 
     def put(self, value: Any) -> Any:
         """Store `value` in the object store and return a reference. Actors receive the value, arrays without a copy.
-        WorkerError: Ray has died, or its object store is full."""
+        Raises WorkerError: Ray has died, or its object store is full."""
         self._timeouts.check_cluster()
         try:
             with SIGNALS.deferred():

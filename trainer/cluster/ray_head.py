@@ -63,12 +63,12 @@ class RayHead:
 
     @classmethod
     def of_job(cls, cfg: Config, device: str) -> RayHead:
-        """Begin to start the cluster of a job. UserError: Ray cannot start on this machine."""
+        """Begin to start the cluster of a job. Raises UserError: Ray cannot start on this machine."""
         slots = max(os.cpu_count() or 1, slots_needed(cfg))
         return cls(check_tmpdir(), slots, CPU_OBJECT_STORE_BYTES if device == "cpu" else None)
 
     def connect(self) -> str:
-        """Wait until Ray runs. Return the address for the driver. WorkerError: Ray does not start, and why."""
+        """Wait until Ray runs. Return the address for the driver. Raises WorkerError: Ray does not start, and why."""
         from ray._private import worker
 
         _reload_environment(True)
@@ -174,7 +174,8 @@ def _reload_environment(local: bool) -> None:
 
 
 def check_tmpdir() -> str:
-    """Return the directory for temporary files. UserError: not writable, or its path is too long for a socket."""
+    """Return the directory for temporary files. Raises UserError: not writable, or its path is too long for a
+    socket."""
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
     directory = os.environ.get(name, "/tmp")
     remedy = "set RAY_TMPDIR to another directory, for example one in /tmp"

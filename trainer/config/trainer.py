@@ -357,7 +357,7 @@ class LoggerConfig(Section):
 
     @property
     def prometheus_address(self) -> tuple[str, int]:
-        """Host and port of `prometheus`. ValueError: it has no port."""
+        """Host and port of `prometheus`. Raises ValueError: it has no port."""
         host, _, port = str(self.prometheus).rpartition(":")
         return host.strip("[]") or "127.0.0.1", int(port)
 

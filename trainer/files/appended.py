@@ -73,7 +73,7 @@ class AppendedFile:
 
     def append(self, lines: bytes, durable: bool = False) -> None:
         """Append complete lines, with their line breaks; if `durable`, wait until they are on the disk. If the disk is
-        full, a warning says once that lines wait. OSError: they could not be written for another reason."""
+        full, a warning says once that lines wait. Raises OSError: they could not be written for another reason."""
         assert lines.endswith(b"\n")
         with self._lock:
             had_to_wait, self._waiting = bool(self._waiting), self._waiting + lines
@@ -87,8 +87,8 @@ class AppendedFile:
                     LOG.warning(text, self._path, error.strerror)
 
     def sync(self) -> None:
-        """Write the lines that wait, and wait until all lines are on the disk. OSError: the file cannot be written. The
-        lines still wait. UserError: this process no longer holds the run directory."""
+        """Write the lines that wait, and wait until all lines are on the disk. Raises OSError: the file cannot be
+        written. The lines still wait. Raises UserError: this process no longer holds the run directory."""
         with self._lock:
             if self._waiting or os.path.exists(self._path):
                 self._write(durable=True)

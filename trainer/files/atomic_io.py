@@ -48,8 +48,8 @@ def naming(path: str) -> Iterator[None]:
 
 def read_file(path: str, folder: int | None = None) -> bytes:
     """Return the content of a regular file. Links are not followed, and a pipe does not block. `folder`: descriptor of
-    the directory to which `path` is relative. OSError: the file is missing, cannot be read, or is not a regular file.
-    """
+    the directory to which `path` is relative. Raises OSError: the file is missing, cannot be read, or is not a regular
+    file."""
     with open_regular(path, os.O_NOFOLLOW, folder) as file:
         return file.read()
 
@@ -117,7 +117,7 @@ def sync_path(path: str) -> None:
 
 
 def sync_tree(path: str) -> None:
-    """Make every file and directory below `path` durable. OSError: one is missing or cannot be read."""
+    """Make every file and directory below `path` durable. Raises OSError: one is missing or cannot be read."""
 
     def fail(error: OSError) -> None:
         raise error

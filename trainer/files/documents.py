@@ -29,7 +29,7 @@ def is_number(value: Any) -> bool:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON. ValueError: the text is not JSON, or is nested too deeply."""
+    """Parse JSON. Raises ValueError: the text is not JSON, or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -37,13 +37,13 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def parse_object(text: bytes | str, shape: ObjectShape | None = None) -> dict[str, Any]:
-    """Parse a JSON object. ValueError: it is not JSON, is nested too deeply, or has another shape."""
+    """Parse a JSON object. Raises ValueError: it is not JSON, is nested too deeply, or has another shape."""
     return checked_object(parse_json(text), shape or {})
 
 
 def parse_yaml(text: bytes | str, shape: dict[Any, Shape] | None = None) -> dict[str, Any]:
     """Parse a YAML mapping of this shape. Aliases are refused, because a few lines with aliases can grow to any size.
-    ValueError: the text is not YAML, is nested too deeply, or has another shape."""
+    Raises ValueError: the text is not YAML, is nested too deeply, or has another shape."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -122,7 +122,7 @@ def _join(where: str, name: Any) -> str:
 
 
 def checked_object(value: Any, shape: ObjectShape) -> dict[str, Any]:
-    """Return a parsed value. ValueError: it is no object, is nested too deeply, or has another shape."""
+    """Return a parsed value. Raises ValueError: it is no object, is nested too deeply, or has another shape."""
     if not isinstance(value, dict):
         raise ValueError(f"it holds {'nothing' if value is None else type(value).__name__} instead of fields")
     if nests_deeply(value):

@@ -60,8 +60,8 @@ class PrivateDirectory(contextlib.AbstractContextManager[Any]):
 
 
 class SharedDirectory(PrivateDirectory):
-    """A private directory for weights in shared memory. UserError: `base` does not exist, or does not protect the
-    entries of one user from other users."""
+    """A private directory for weights in shared memory. Raises UserError: `base` does not exist, or does not protect
+    the entries of one user from other users."""
 
     def __init__(self, base: str = SHARED_MEMORY):
         _check_base(base)
@@ -141,8 +141,8 @@ def check_free_space(needed: int, reserved: int, base: str = SHARED_MEMORY) -> N
 
 
 def free_space(base: str = SHARED_MEMORY) -> int:
-    """Return the bytes that are free below `base`. UserError: weights cannot be written there: it does not exist, is
-    not writable, or does not protect them."""
+    """Return the bytes that are free below `base`. Raises UserError: weights cannot be written there: it does not
+    exist, is not writable, or does not protect them."""
     _check_base(base)
     return shutil.disk_usage(base).free
 
@@ -160,7 +160,7 @@ def choose_directory(size: int) -> str:
 
 
 def check_owner(path: str) -> None:
-    """Check that `path` is a directory of this user, not a link. UserError: it is not."""
+    """Check that `path` is a directory of this user, not a link. Raises UserError: it is not."""
     try:
         info = os.lstat(path)
     except FileNotFoundError as error:

@@ -55,7 +55,7 @@ _URL = re.compile(r"^([a-z][a-z0-9+.-]*)://(.*)\Z", re.I | re.S)
 
 
 def store_spec(url: str) -> StoreSpec | None:
-    """Return the kind of object store of a URL, or None. UserError: the package that has it cannot be used."""
+    """Return the kind of object store of a URL, or None. Raises UserError: the package that has it cannot be used."""
     scheme = url.partition("://")[0]
     return STORES.get(scheme) or _installed_store(scheme)
 

@@ -137,8 +137,8 @@ class Learner:
         return batch | found | {f"has_{name}": has for name, has in known.items() if not has.all()}
 
     def update(self, experience: Experience, step: int) -> dict[str, float]:
-        """Train the roles, the policy last, on a step's experience; returns the step's metrics. NonFiniteError: a loss
-        or gradient norm is NaN or infinite; the weights are untouched."""
+        """Train the roles, the policy last, on a step's experience; returns the step's metrics. Raises NonFiniteError:
+        a loss or gradient norm is NaN or infinite; the weights are untouched."""
         failpoint("scored")
         objective, batch, metrics = self.objective, experience.batch, dict(experience.metrics)
         roles, logprobs, entropy = objective.updates(step), None, None
@@ -185,7 +185,7 @@ class Learner:
 
     def held_out(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return the objective's loss and metrics of held-out episodes under the policy, by the names of its `loss`.
-        NotImplementedError: the objective compares samples with the policy that sampled them."""
+        Raises NotImplementedError: the objective compares samples with the policy that sampled them."""
         objective, batch = self.objective, batch_of(episodes)
         if objective.reads_old_logprobs:
             raise NotImplementedError(f"{type(objective).__name__} has no loss of rows that nobody sampled")

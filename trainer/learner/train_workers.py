@@ -198,7 +198,7 @@ class TrainWorkers:
 
     def ask(self, numbers: Collection[int] | None, value: Any, method: str, *args: Any) -> dict[int, Any]:
         """Call `method` of a copy of `value` in these rank processes (None: in all), while they do other things; return
-        the answers by the number of the process. Any thread may ask. OSError: the ranks have ended."""
+        the answers by the number of the process. Any thread may ask. Raises OSError: the ranks have ended."""
         if self._group is None:
             raise OSError("the ranks have ended")
         workers = [i for i in range(len(self._group)) if numbers is None or i in numbers]

@@ -230,8 +230,8 @@ def refuse_classifier_in(path: str, key: str) -> None:
 
 
 def classifier_class(config: PretrainedConfig, named: str, trust_remote_code: bool = False) -> str:
-    """Return the name of the class that reads an exported score head. UserError: transformers has none for this family,
-    or its head is another one."""
+    """Return the name of the class that reads an exported score head. Raises UserError: transformers has none for this
+    family, or its head is another one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

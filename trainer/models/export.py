@@ -31,8 +31,8 @@ _TOKENIZER_CONFIG, _TEMPLATE, _TEMPLATES = "tokenizer_config.json", "chat_templa
 
 
 def policy_assets(cfg: Config, model_path: str, tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a run's policy (see `model_assets`). UserError: a file cannot be read, or the policy has a
-    head that no export can have."""
+    """Return the files of a run's policy (see `model_assets`). Raises UserError: a file cannot be read, or the policy
+    has a head that no export can have."""
     policy = cfg.roles[0]
     changes = config_changes(cfg.model, model_path)
     if policy.head == VALUE and cfg.trainer.hf_save_interval > 0:
@@ -55,9 +55,8 @@ def model_assets(model_path: str, tokenizer: Any, changes: Mapping[str, Any] | N
     """Return the files, by their paths in the directory, with these changes of config.json.
 
     They are copies, because a library that writes them again loses or refuses something: invalid generation configs,
-    modules of the model's own code, unknown fields. Code is among them if a config names it. UserError: a file cannot
-    be read.
-    """
+    modules of the model's own code, unknown fields. Code is among them if a config names it. Raises UserError: a file
+    cannot be read."""
     patterns = (*model_files.MODEL_FILES, *getattr(tokenizer, "vocab_files_names", {}).values())
 
     def read(names: list[str]) -> dict[str, bytes]:

@@ -358,7 +358,7 @@ def export(
 
 def read_policy(files: Any) -> dict[str, Tensor]:
     """Return the trained weights as they were saved. For a policy with adapters: the adapters, with peft's names.
-    UserError: the checkpoint has no policy."""
+    Raises UserError: the checkpoint has no policy."""
     config = files.json(f"{_ASSETS}config.json", {})
     has_adapters = f"{_ASSETS}{ADAPTER_CONFIG}" in files.entries
     policy = _saved(files, peft_name) if has_adapters else _plain(files, config)

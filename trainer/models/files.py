@@ -47,7 +47,7 @@ _SHOWN = 4  # changed keys that a message names
 
 def read_contents(directory: str, with_code: bool, patterns: tuple[str, ...] = MODEL_FILES) -> Contents:
     """Return what the files of a model directory say, whatever the layout of JSON and the order of its keys; with those
-    of its code if `with_code`. UserError: a file cannot be read."""
+    of its code if `with_code`. Raises UserError: a file cannot be read."""
     return {name: read_content(os.path.join(directory, name)) for name in content_files(directory, with_code, patterns)}
 
 
@@ -59,7 +59,7 @@ def content_files(directory: str, with_code: bool, patterns: tuple[str, ...]) ->
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a file. UserError: it cannot be read."""
+    """Return the content of a file. Raises UserError: it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -68,7 +68,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_content(path: str) -> Any:
-    """Return what one file says (see `Contents`). UserError: it cannot be read."""
+    """Return what one file says (see `Contents`). Raises UserError: it cannot be read."""
     data = read_file(path)
     if path.endswith(".json"):
         with contextlib.suppress(ValueError):
@@ -112,9 +112,8 @@ def fit_rotations(config: PretrainedConfig, longest: int, setting: str) -> None:
     """Choose the factors of the rotations in `config` by the run's longest sequence, as vLLM does.
 
     transformers chooses LongRoPE's factors by the longest sequence of a batch, and stretches dynamic rotations by it:
-    the log-probs of a sequence would depend on the sequences that are computed with it. UserError: the rotations are
-    dynamic, and a sequence of `longest` tokens would stretch them. It names `setting`.
-    """
+    the log-probs of a sequence would depend on the sequences that are computed with it. Raises UserError: the rotations
+    are dynamic, and a sequence of `longest` tokens would stretch them. It names `setting`."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or longest
     for rotations in rotations_of(text):
@@ -446,8 +445,8 @@ def check_one_reading(path: str, key: str) -> None:
 
 
 def _files_of_index(index: str) -> list[str]:
-    """Return the files that an index names, sorted. OSError: it cannot be read. ValueError: it is no index, or names a
-    file outside of its directory."""
+    """Return the files that an index names, sorted. Raises OSError: it cannot be read. Raises ValueError: it is no
+    index, or names a file outside of its directory."""
     with open_regular(index) as opened:
         files = sorted(set(parse_object(opened.read(), {"weight_map": {str: str}})["weight_map"].values()))
     for file in files:

@@ -61,7 +61,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def add_adapters(module: nn.Module, config: LoraConfig, section: str, heads: tuple[str, ...] = ()) -> None:
     """Freeze `module` (on the meta device), except parameters that begin with `heads`, and add adapters to its linear
-    layers. UserError: a name of `config.target_modules` does not belong to a linear layer. It names `section`."""
+    layers. Raises UserError: a name of `config.target_modules` does not belong to a linear layer. It names
+    `section`."""
     from peft import inject_adapter_in_model
 
     layers = (one for block in transformer_blocks(module) for one in block.named_modules())

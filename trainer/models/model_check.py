@@ -102,7 +102,7 @@ def _code() -> str:
 
 def check_model(cfg: Config, module: nn.Module, path: str, layout: Layout, spec: RoleSpec) -> Verdict:
     """Compare `module`, as `load_model` has loaded it, with its own class. A collective. Random states do not change.
-    UserError: they differ, and `model.check` is `refuse`."""
+    Raises UserError: they differ, and `model.check` is `refuse`."""
     file = verdict_file(cfg, path, layout.sizes, spec)
     verdict = _everywhere(lambda: read_verdict(file))
     if verdict is None:

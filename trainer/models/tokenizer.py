@@ -39,8 +39,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
     They are those that the tokenizer, the generation config or the model's config call end tokens, and those with which
     the chat template ends a reply. Chat models have several. Qwen, for example, has an end of turn and an end of text.
-    UserError: the generation config is corrupt.
-    """
+    Raises UserError: the generation config is corrupt."""
     stops = [tokenizer.eos_token_id, *_configured_stops(path, "generation_config.json")]
     stops += _configured_stops(path, "config.json") + _template_stops(tokenizer, str(tokenizer.chat_template))
     return tuple(dict.fromkeys(stop for stop in stops if stop is not None))
@@ -152,7 +151,8 @@ def load_tokenizer(
 
 
 def token_table(path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
-    """Return the ids of a model's tokens, by their texts; None without a tokenizer. UserError: it cannot be loaded."""
+    """Return the ids of a model's tokens, by their texts; None without a tokenizer. Raises UserError: it cannot be
+    loaded."""
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any(os.path.exists(os.path.join(path, file)) for file in files):
         return None

@@ -124,8 +124,8 @@ def difference(base: np.ndarray, new: np.ndarray) -> Change:
 
 
 def apply_change(block: np.ndarray, change: Change, digest: str) -> None:
-    """Overwrite the elements of `block` `(n,)`, in place. The result must have `digest`. ValueError: it has another
-    one: the block was not the base of the change, or was damaged. It is neither version now."""
+    """Overwrite the elements of `block` `(n,)`, in place. The result must have `digest`. Raises ValueError: it has
+    another one: the block was not the base of the change, or was damaged. It is neither version now."""
     last = 0
     for start in range(0, change.count, _CHUNK):
         places = np.cumsum(change.distances[start : start + _CHUNK], dtype=np.int64)

@@ -168,8 +168,8 @@ def file_tensors(units: Iterable[FileUnit], weights: Mapping[str, Tensor], dtype
 def whole_units(
     names_of: Mapping[FileUnit, Iterable[str]], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[FileUnit, dict[str, Tensor]]]:
-    """Yield each unit with its tensors, by their names, as soon as all of them have come. ValueError: no unit has such
-    a tensor."""
+    """Yield each unit with its tensors, by their names, as soon as all of them have come. Raises ValueError: no unit
+    has such a tensor."""
     missing = {unit: set(names) for unit, names in names_of.items()}
     unit_of = {name: unit for unit, names in missing.items() for name in names}
     waiting: defaultdict[FileUnit, dict[str, Tensor]] = defaultdict(dict)
@@ -182,7 +182,7 @@ def whole_units(
 
 
 def module_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `model` by their names in it, from pairs of a name and a tensor of the model's files.
+    """Yield the weights of `model` by their names in it, from pairs of a name and a tensor of the model's files. Raises
     ValueError: the model has no such weight."""
     weights = model.state_dict()
     names_of = {unit: list(file_tensors([unit], weights, torch.float32)) for unit in file_units(model, weights)}

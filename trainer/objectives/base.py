@@ -91,7 +91,7 @@ class Objective:
         """The moving averages of players' rewards, if the objective reads them. They are saved in checkpoints."""
 
     def check(self) -> None:
-        """Check the functions and values of the config that this objective alone reads, before anything starts.
+        """Check the functions and values of the config that this objective alone reads, before anything starts. Raises
         UserError: names what the user must change."""
 
     # ---------------------------------------------------------------------------------------------------

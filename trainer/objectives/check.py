@@ -28,10 +28,9 @@ _OF_THE_TRAINER = {"loss", "grad_norm", "lr"}  # metrics of an update that no lo
 def check_functions(config: Config) -> None:
     """Check the chosen advantage estimator and policy loss, and the options that the config sets for them.
 
-    A function that is given by import path is called once, on four short completions. UserError: there is no such
-    function; it does not behave like the functions of `trainer.algorithms`; it does not take an option that the config
-    sets; or the estimator compares completions that cannot differ.
-    """
+    A function that is given by import path is called once, on four short completions. Raises UserError: there is no
+    such function; it does not behave like the functions of `trainer.algorithms`; it does not take an option that the
+    config sets; or the estimator compares completions that cannot differ."""
     algorithm = config.algorithm
     scores = {one.computes for one in (*config.roles, *config.servers) if one.computes}
     if TEACHER_LOGPROBS in algorithm.reads - scores:

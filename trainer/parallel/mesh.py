@@ -25,8 +25,8 @@ from trainer.process.startup import importing
 
 def pick_device(device: str, engine: EngineSpec | None) -> str:
     """Return `cuda` or `cpu` for the value of `trainer.device`. With `auto`, no GPU is used if the installed build of
-    this engine cannot use it. UserError: a torchvision is installed that was built for another torch. transformers and
-    vLLM would import it."""
+    this engine cannot use it. Raises UserError: a torchvision is installed that was built for another torch.
+    transformers and vLLM would import it."""
     check_torchvision()
     if device != "auto":
         return device
@@ -57,8 +57,7 @@ def listen(host: str, port: int = 0) -> str:
     """Reserve the port (0: a free one) on which this process will host a store. Return its address, `host:port`.
 
     torch alone would listen on all interfaces of the machine. This socket listens only on the interface of `host`.
-    OSError: the port is not available.
-    """
+    Raises OSError: the port is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -37,7 +37,7 @@ def capture_rng(with_gpu: bool = True) -> dict[str, Tensor]:
 
 
 def restore_rng(state: dict[str, Tensor]) -> None:
-    """Restore the states that `capture_rng` returned. UserError: they are corrupt."""
+    """Restore the states that `capture_rng` returned. Raises UserError: they are corrupt."""
     try:
         torch.set_rng_state(state["torch"].cpu())
         others = parse_json(bytes(state["others"].cpu().numpy()))
@@ -56,7 +56,7 @@ def rng_as_text(state: dict[str, Tensor]) -> dict[str, str]:
 
 
 def rng_from_text(texts: dict[str, str]) -> dict[str, Tensor]:
-    """Return the states that `rng_as_text` has converted to text. UserError: the text is corrupt."""
+    """Return the states that `rng_as_text` has converted to text. Raises UserError: the text is corrupt."""
     try:
         data = {name: bytearray(base64.b64decode(text)) for name, text in texts.items()}
         return {name: torch.frombuffer(content, dtype=torch.uint8) for name, content in data.items()}

@@ -36,8 +36,8 @@ _PASSING = (408, 425, 429)
 
 
 def read_token() -> str | None:
-    """Return the token of inference servers from the environment; None: the variable is not set. UserError: it protects
-    nothing, or no HTTP header can hold it."""
+    """Return the token of inference servers from the environment; None: the variable is not set. Raises UserError: it
+    protects nothing, or no HTTP header can hold it."""
     token = os.environ.get(TOKEN)
     if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
         raise UserError(f"{TOKEN}: a token needs at least {_SHORTEST_TOKEN} printable ASCII characters")

@@ -35,7 +35,7 @@ def use_network_of(address: str, environment: MutableMapping[str, str]) -> None:
 
 def listen(host: str, port: int, named: str) -> socket.socket:
     """Return a socket that is bound to an address of this machine, which the config calls `named` in the error. Port 0
-    is a free one. UserError: it cannot be bound there."""
+    is a free one. Raises UserError: it cannot be bound there."""
     with contextlib.ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

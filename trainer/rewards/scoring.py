@@ -53,7 +53,7 @@ class RewardFunction:
 
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
-    """Return the rewards of the config. UserError: one of them does not exist, or wants what no reward gets."""
+    """Return the rewards of the config. Raises UserError: one of them does not exist, or wants what no reward gets."""
     names, functions = config.names(), []
     short = [name.replace(":", ".").rpartition(".")[2] for name in names]
     for name, last, weight in zip(names, short, config.weights or [1.0] * len(names), strict=True):
@@ -108,14 +108,14 @@ Results = dict[RewardFunction, dict[Call, Result]]  # the result of each call of
 
 def make_scorer(cfg: Config, cache: RewardCache) -> Scorer:
     """Return what gives the rewards of a config without ranks: a reward model on a server, or the reward functions.
-    UserError: there is no such reward, or it wants what no reward gets."""
+    Raises UserError: there is no such reward, or it wants what no reward gets."""
     model = next((spec for spec in cfg.servers if spec.name == REWARD_MODEL), None)
     return RewardPool(cfg.reward, cache) if model is None else ServerScorer(model.name, model.server, cache)
 
 
 class RewardPool(WorkerPool):
-    """A `Scorer`: `reward.num_processes` processes that call reward functions. A context manager. UserError: there is
-    no such reward, or it wants what no reward gets."""
+    """A `Scorer`: `reward.num_processes` processes that call reward functions. A context manager. Raises UserError:
+    there is no such reward, or it wants what no reward gets."""
 
     uses_ranks = False
 

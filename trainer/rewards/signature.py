@@ -37,8 +37,8 @@ class RewardSignature:
 
 def signature_of(function: Callable[..., Any], key: str) -> RewardSignature:
     """Return how to call `function`, which `key`, the config key with its value, names. One of two parameters that are
-    not in `NAMES` is called with completion and answer. UserError: it has a parameter without default that no reward
-    gets."""
+    not in `NAMES` is called with completion and answer. Raises UserError: it has a parameter without default that no
+    reward gets."""
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -172,7 +172,7 @@ class RunDirectory(contextlib.AbstractContextManager["RunDirectory"]):
 
     def rediscover(self, copy: Checkpoint | None = None) -> None:
         """Find the newest checkpoint of this run, after the ranks have died. Without one, it is that of the start. A
-        `copy` is in shared memory. UserError: the checkpoints of this run are missing, or none is valid."""
+        `copy` is in shared memory. Raises UserError: the checkpoints of this run are missing, or none is valid."""
         self.checkpoints.clean_up()
         began = self._began_with
         if copy is not None and copy.step >= max(self.checkpoints.store.steps(), default=0):
@@ -186,8 +186,8 @@ class RunDirectory(contextlib.AbstractContextManager["RunDirectory"]):
     def checked_resume(self, ranks: Ranks) -> Iterator[Resume | None]:
         """Give the checkpoint to resume from to the block, which loads it, after the ranks have checked its shards.
 
-        If one is damaged, an older checkpoint takes its place. UserError: there is none, or the user has named the
-        damaged one; or a shard cannot be read."""
+        If one is damaged, an older checkpoint takes its place. Raises UserError: there is none, or the user has named
+        the damaged one; or a shard cannot be read."""
         with contextlib.ExitStack() as shards:
             while (resume := self.resume) is not None and not resume.is_copy:
                 try:
@@ -202,7 +202,7 @@ class RunDirectory(contextlib.AbstractContextManager["RunDirectory"]):
 
     def check_access(self, ranks: Ranks) -> None:
         """Give ranks on other machines the driver's access to the stores, and check that they can write checkpoints.
-        UserError: a machine with ranks cannot."""
+        Raises UserError: a machine with ranks cannot."""
         t = self.cfg.trainer
         give_access([t.ckpt_path, t.resume_path, t.export_path], ranks)
         if t.ckpt_cache_dir is not None:
@@ -243,12 +243,12 @@ class RunDirectory(contextlib.AbstractContextManager["RunDirectory"]):
             check_lines(self.metrics_file, continued.manifest.get("metrics_from"), continued.step)
 
     def check(self) -> None:
-        """Check that this process still holds the directory. UserError: another job has taken it."""
+        """Check that this process still holds the directory. Raises UserError: another job has taken it."""
         self._lock.check()
 
     def check_locks(self) -> None:
-        """Check that this process still holds the directory, and that of its checkpoints. UserError: another job has
-        taken one of them, or one is gone."""
+        """Check that this process still holds the directory, and that of its checkpoints. Raises UserError: another job
+        has taken one of them, or one is gone."""
         for lock in self._locks:
             lock.check()
 

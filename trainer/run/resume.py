@@ -56,8 +56,8 @@ class Resume:
 def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
     """Find the checkpoint that `trainer.resume_mode` asks for, and compare its config with `cfg`.
 
-    Returns None if training starts from the beginning. UserError: the directory holds a run but `trainer.resume_mode`
-    is not set; or the checkpoint is missing, is damaged, or cannot be used under this config."""
+    Returns None if training starts from the beginning. Raises UserError: the directory holds a run but
+    `trainer.resume_mode` is not set; or the checkpoint is missing, is damaged, or cannot be used under this config."""
     t = cfg.trainer
     holds_run = bool(checkpoints.store.steps()) or has_metrics(t.run_dir) or last_commit.exists(t.run_dir)
     if t.resume_mode in (None, "none"):
@@ -83,8 +83,8 @@ def find_resume(cfg: Config, checkpoints: CheckpointManager) -> Resume | None:
 
 
 def find_newest(cfg: Config, checkpoints: CheckpointManager) -> Checkpoint | None:
-    """Return the newest valid checkpoint of this run; None if the run has never had one. UserError: no checkpoint of
-    the run is valid, or all are missing."""
+    """Return the newest valid checkpoint of this run; None if the run has never had one. Raises UserError: no
+    checkpoint of the run is valid, or all are missing."""
     newest = checkpoints.latest("unsharded")  # the ranks check the rest before they load it
     if newest is None:
         last_commit.check_nothing_committed(cfg.trainer.run_dir, cfg.trainer.ckpt_path)

@@ -140,7 +140,7 @@ class Saves:
             LOG.warning(message if last else f"{message}; training continues")
 
     def save_last(self, step: int, save: Callable[[], None]) -> None:
-        """Save the last state of this process; try again if that fails. NotSavedError: every try failed."""
+        """Save the last state of this process; try again if that fails. Raises NotSavedError: every try failed."""
         import tenacity  # seldom needed, and slow to import
 
         for attempt in tenacity.Retrying(

@@ -113,13 +113,13 @@ class Calls:
 
     async def ask(self, call: Call) -> Any:
         """Make a call; return what the handler returns. If this is cancelled, the call is ended, too. CallFailed,
-        CallLost: see there. WorkerError: the processes cannot start."""
+        CallLost: see there. Raises WorkerError: the processes cannot start."""
         call.calls = self
         return await asyncio.wrap_future(self._pool.submit(call))
 
     async def do(self, call: Call) -> Any:
         """Make a call that any process can make: again if it is lost, and once if it has ended its process. CallFailed:
-        it has failed for good. WorkerError: the processes cannot start."""
+        it has failed for good. Raises WorkerError: the processes cannot start."""
         deaths = 0
         while True:
             try:

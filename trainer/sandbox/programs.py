@@ -50,7 +50,7 @@ _REFUSED_CALLS = {
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """What one program may use. UserError: a limit is no number above 0."""
+    """What one program may use. Raises UserError: a limit is no number above 0."""
 
     cpu_s: int = 5  # seconds of processor time
     time_s: float = 20.0  # seconds in all
@@ -95,7 +95,8 @@ class ProgramSandbox:
         self._slots = asyncio.Semaphore(max(1, os.cpu_count() or 1))
 
     def check(self) -> None:
-        """Run an empty program. UserError: this machine cannot close programs in, or a module cannot be imported."""
+        """Run an empty program. Raises UserError: this machine cannot close programs in, or a module cannot be
+        imported."""
         with _filter() as filter_fd:
             try:
                 done = subprocess.run(
@@ -119,8 +120,7 @@ class ProgramSandbox:
         """Run a program in an empty directory, and return what it has printed.
 
         The time in which other programs run first does not count as time of the call (see `uncounted`). If this is
-        cancelled, the program is ended. RuntimeError: the program could not be closed in, and has not run.
-        """
+        cancelled, the program is ended. Raises RuntimeError: the program could not be closed in, and has not run."""
         if len(code) > MAX_CODE:
             return CodeResult("", 0, "size")
         with uncounted():

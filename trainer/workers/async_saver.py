@@ -85,8 +85,8 @@ class AsyncSaver:
         self._blocked += time.monotonic() - started
 
     def finish(self) -> list[dict]:
-        """Wait for the save; return the files that this rank wrote (`FileEntry` as dicts). OSError: some rank could not
-        stage or write; all ranks raise it."""
+        """Wait for the save; return the files that this rank wrote (`FileEntry` as dicts). Raises OSError: some rank
+        could not stage or write; all ranks raise it."""
         assert self._thread is not None, "begin a save first"
         self._thread.join()
         self._thread = None

@@ -240,7 +240,7 @@ class TrainedWorker(ModelWorker):
         self, share: Share, mini_batch: MiniBatch, totals: Any, numbers: Mapping[str, float]
     ) -> dict[str, float]:
         """Make one optimizer step on a mini-batch, whose gradients are summed over the ranks after each micro-batch.
-        Return loss and metrics over the global mini-batch, `grad_norm` and `lr`. NonFiniteError: the loss or the
+        Return loss and metrics over the global mini-batch, `grad_norm` and `lr`. Raises NonFiniteError: the loss or the
         gradient norm is NaN or infinite; the weights have not changed."""
         shares = Shares(self.objective.extremes)
         for i, micro_batch in enumerate(self.micro_batches(share, mini_batch), 1):

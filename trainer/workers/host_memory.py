@@ -53,8 +53,7 @@ class HostBuffer:
     full speed.
 
     The pages belong to this buffer alone: CUDA refuses to pin a page twice, and torch's own allocator of pinned memory
-    would round the size up to a power of two. OSError: the machine does not have so much memory.
-    """
+    would round the size up to a power of two. Raises OSError: the machine does not have so much memory."""
 
     def __init__(self, size: int, gpu: int | None):
         free = available_bytes()

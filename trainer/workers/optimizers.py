@@ -148,8 +148,8 @@ class Optimizers:
 
 
 def make_optimizers(module: nn.Module, config: OptimizerConfig, device: str) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the config names for a sharded module. UserError: the user's function raises, or
-    leaves out a trained parameter."""
+    """Return the optimizers that the config names for a sharded module. Raises UserError: the user's function raises,
+    or leaves out a trained parameter."""
     if config.name in OPTIMIZERS:
         return OPTIMIZERS[config.name](module, config, device)
     function = import_function(config.name, f"{KEY}.name", known=OPTIMIZERS)
@@ -168,8 +168,8 @@ def make_optimizers(module: nn.Module, config: OptimizerConfig, device: str) -> 
 
 
 def _try_custom(config: OptimizerConfig, mesh: DeviceMesh) -> None:
-    """Try an optimizer of the user on small sharded matrices: steps, a save and a load. A collective. UserError: it
-    raises, or goes on otherwise after the load than without one."""
+    """Try an optimizer of the user on small sharded matrices: steps, a save and a load. A collective. Raises UserError:
+    it raises, or goes on otherwise after the load than without one."""
 
     def made() -> tuple[nn.Module, Optimizers]:
         with torch.device(mesh.device_type):  # names as those of a language model, because a function may go by them

@@ -121,8 +121,8 @@ class PolicyWorker(TrainedWorker):
 
     def check_sums(self, sums: dict[str, float]) -> None:
         """Compare the log-probs of engines and ranks in the first optimizer step, whose weights sampled the tokens.
-        LogprobMismatchError: they differ by more than `rollout.max_logprob_diff`, or by far more than in all steps
-        before; the weights have not changed."""
+        Raises LogprobMismatchError: they differ by more than `rollout.max_logprob_diff`, or by far more than in all
+        steps before; the weights have not changed."""
         self._is_first = False
         difference, tokens, limit = sums.pop(_DIFFERENCE, 0.0), sums.pop(_COMPARED, 0.0), self._logprob_limit
         if limit is None or tokens == 0:
