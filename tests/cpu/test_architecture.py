@@ -129,7 +129,7 @@ MOST_LINES = {
     "trainer main jobs __main__ tasks": (1369, 1400),
     "run process": (3444, 2600),
     "sources generation journal environments agents": (12807, 8500),
-    "inference": (1590, 900),
+    "inference": (1595, 900),
     "rewards": (960, 900),
     "sandbox": (1278, 1200),
     "objectives algorithms learner workers parallel": (5936, 5400),

@@ -347,16 +347,21 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="its port (default: a free one)")
     parser.add_argument("--address", metavar="URL", help="how the job reaches it, if not by --host and --port")
     guard_output()
-    SIGNALS.trains, outcome = False, Outcome(0)
-    with SIGNALS.listening():
-        try:
-            options = parser.parse_args(sys.argv[1:])
-            time_limits.read_environment()
-            show_messages()
-            join(options)
-        except BaseException as error:
-            outcome = outcome_of(error)
-        SIGNALS.ignore()
+    outcome = Outcome(0)
+    try:
+        options = parser.parse_args(sys.argv[1:])
+        time_limits.read_environment()
+    except UserError as error:
+        outcome = outcome_of(error)
+    else:
+        SIGNALS.trains = False
+        show_messages()
+        with SIGNALS.listening():
+            try:
+                join(options)
+            except BaseException as error:
+                outcome = outcome_of(error)
+            SIGNALS.ignore()
     outcome.show()
     outcome.exit()
 
