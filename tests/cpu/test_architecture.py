@@ -128,7 +128,7 @@ def test_config_names_no_upper_room():
 MOST_LINES = {
     "trainer main jobs __main__ tasks": (1369, 1400),
     "run process": (3444, 2600),
-    "sources generation journal environments agents": (12807, 8500),
+    "sources generation journal environments agents": (12829, 8500),
     "inference": (1595, 900),
     "rewards": (960, 900),
     "sandbox": (1278, 1200),

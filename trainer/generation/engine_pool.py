@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.cluster.resources import gpus_per_engine
 from trainer.cluster.worker_groups import CallFutures, WorkerGroup
@@ -38,6 +38,7 @@ from trainer.generation.transport import (
     AdapterTransport,
     Ends,
     FixedWeights,
+    PolicyRanks,
     Transport,
     choose_transport,
 )
@@ -77,18 +78,24 @@ class EnginePool:
     `trainer.generation.lifecycle`.
 
     Args:
-        ranks: those that train the policy (a `trainer.learner.train_workers.TrainWorkers`), or fixed weights in their
-            place.
+        ranks: those that train the policy, or fixed weights in their place.
         model_path: the initial weights of the engines, a local directory or Hub id.
         keeps_weights: engines generate while the ranks train. So the weights of the last sync are kept, if the way of
             the weights allows that: engines that come back get these.
     """
 
-    def __init__(self, cfg: Config, cluster: Cluster, ranks: Any, model_path: str, keeps_weights: bool = False):
+    def __init__(
+        self,
+        cfg: Config,
+        cluster: Cluster,
+        ranks: PolicyRanks | FixedWeights,
+        model_path: str,
+        keeps_weights: bool = False,
+    ):
         self._cfg = cfg
         self._cluster = cluster
         self._fixed = ranks if isinstance(ranks, FixedWeights) else None
-        self._ranks = ranks
+        self._ranks = cast(PolicyRanks, ranks)
         self._version = 0
         self._keeps_weights = keeps_weights = keeps_weights or cfg.rollout.fleet  # for engines that join at any time
         self._has_initial_weights = False  # the weights of the policy are those that engines start with

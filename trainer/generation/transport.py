@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.cluster.worker_groups import CallFutures
 from trainer.config import Config, RolloutConfig
@@ -22,11 +22,26 @@ from trainer.models.weight_deltas import WeightsDigest, digest_of
 from trainer.process import time_limits
 
 if TYPE_CHECKING:
-    from trainer.cluster.worker_groups import Cluster
+    from trainer.cluster.worker_groups import Cluster, WorkerGroup
 
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which weights are sent by broadcast and ipc. Two are in memory at a time."""
 _PREFIX = ".weights-"
+
+
+class PolicyRanks(Protocol):
+    """What engines need of the ranks that train the policy (see `trainer.learner.train_workers.TrainWorkers`)."""
+
+    @property
+    def policy(self) -> WorkerGroup: ...
+
+    def call(self, role: str, method: str, *args: Any) -> Any: ...
+    def call_one(self, role: str, method: str, *args: Any) -> Any: ...
+    def start(self, role: str, method: str, *args: Any) -> CallFutures: ...
+    def release_memory(self, needed: int = 0, colocated: Sequence[int] = ()) -> None: ...
+    def check_shared(self, dtype: str) -> None: ...
+    def share_weights(self, dtype: str) -> tuple[str, int]: ...
+    def drop_shared(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,7 @@ class Ends:
 
     cfg: Config
     cluster: Cluster
-    ranks: Any  # a `trainer.learner.train_workers.TrainWorkers`
+    ranks: PolicyRanks
     model_path: str
     device: str  # of the engines
     keeps: bool = False
