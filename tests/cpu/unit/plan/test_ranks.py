@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -94,11 +92,12 @@ def _tracked(rank: Rank, path: str, role: str, fsdp: dict) -> int:
     update_batch(rank, role, batch(), 1)  # the states of the optimizer are there now
     tracker, micro_batches = FSDPMemTracker(worker.module, worker.optimizers.all[0]), worker.micro_batches
 
-    def taken(take):
-        tracker.reset_mod_stats()  # it follows one pass
-        return take()
+    def tracked_alone(*args):
+        for rows in micro_batches(*args):
+            tracker.reset_mod_stats()  # it follows one pass
+            yield rows
 
-    worker.micro_batches = lambda *args: [functools.partial(taken, take) for take in micro_batches(*args)]
+    worker.micro_batches = tracked_alone
     tracker.track_inputs(())
     with tracker:
         update_batch(rank, role, batch(), 2)
