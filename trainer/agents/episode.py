@@ -144,7 +144,7 @@ class AgentEpisode:
             call.reply.set_exception(ApiError(f"the reply cannot be read: {describe_error(error)}", status=500))
             return
         if not turn.is_side:
-            own = call.request.max_tokens  # a cut there is none by a limit of the run
+            own = call.request.max_tokens  # a cut at it is no limit of the run
             is_own = own is not None and own < self.rules.sampling.max_tokens and len(turn.completed.token_ids) == own
             self.limit = "length" if turn.completed.finish_reason == "length" and not is_own else ""
         call.reply.set_result(message)

@@ -41,8 +41,7 @@ class Restore:
     """The kinds of state that a resume restores from its checkpoint."""
 
     kinds: frozenset[str] = frozenset(LOAD_COMPONENTS)  # a subset of `LOAD_COMPONENTS`
-    fork: bool = False
-    """The checkpoint belongs to another run."""
+    fork: bool = False  # the checkpoint belongs to another run
     added_steps: Mapping[str, int] = field(default_factory=dict)
     """The optimizer steps by which the learning rate schedule of each role moves (see `run.resume.added_steps`)."""
 
@@ -57,7 +56,9 @@ class Restore:
 
 
 Load = Callable[[Checkpoint, Restore], None]
-_LOAD_NOTHING: Load = lambda checkpoint, restore: None  # noqa: E731
+
+
+def _load_nothing(checkpoint: Checkpoint, restore: Restore) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Component:
     """Takes a snapshot of the state and returns a function, without waiting. The function runs on another thread. It
     writes files to the staging area, or waits for the processes that write them, and returns the entries of the
     durable, hashed files."""
-    load: Load = _LOAD_NOTHING  # restores the state
+    load: Load = _load_nothing  # restores the state
     kinds: Collection[str] = ("state",)
     """The kinds of state that it holds, of `LOAD_COMPONENTS`: it is restored if a resume restores one of them, and then
     the checkpoint must have it. Empty: no resume restores it."""
@@ -81,7 +82,7 @@ class Component:
 def files_component(
     name: str,
     content: Callable[[], dict[str, bytes]],
-    load: Load = _LOAD_NOTHING,
+    load: Load = _load_nothing,
     kinds: Collection[str] = ("state",),
     if_missing: str | None = None,
 ) -> Component:
@@ -130,7 +131,7 @@ def config_digest(cfg: Config) -> str:
 
 
 def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the resolved config that a checkpoint was saved with, without secrets. CorruptCheckpointError:
+    """Return the resolved config that a checkpoint was saved with, without secrets. Raises CorruptCheckpointError:
     `config.yaml` is missing, or is not a mapping of sections."""
     with reading(checkpoint.path, CONFIG_FILE):
         return parse_yaml(checkpoint.files.get(CONFIG_FILE), {str: dict})

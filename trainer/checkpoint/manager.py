@@ -304,8 +304,8 @@ class CheckpointManager:
         return None
 
     def load(self, checkpoint: Checkpoint, components: Sequence[Component], restore: Restore | None = None) -> None:
-        """Restore these components from a checkpoint. `restore`: the kinds of state to restore; None: all. UserError:
-        the checkpoint lacks a component, or components of it cannot be used."""
+        """Restore these components from a checkpoint. `restore`: the kinds of state to restore; None: all. Raises
+        UserError: the checkpoint lacks a component, or components of it cannot be used."""
         saved = checkpoint.manifest["parts"]
         missing = [component.name for component in components if component.name not in saved]
         if missing:

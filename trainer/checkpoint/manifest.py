@@ -23,8 +23,7 @@ from trainer.files.documents import ObjectShape, Shape, is_count, is_number, mis
 MANIFEST = "manifest.json"
 LATEST = "latest_ckpt_global_step.txt"  # a file in the directory of checkpoints, for people and tools
 _STEP_DIRECTORY = re.compile(r"^global_step_(0|[1-9][0-9]{0,17})\Z")
-FOLDER = "files-"
-"""How the name of a folder begins that holds the files of a checkpoint in an object store."""
+FOLDER = "files-"  # begins the name of the folder that holds the files of a checkpoint in an object store
 Fields = dict[str, Any]  # the fields of a manifest, of which `files` has a dict for each `FileEntry`
 FORMAT_VERSION = 2
 VERIFY = ("hash", "unsharded", "size")

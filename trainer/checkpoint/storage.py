@@ -192,7 +192,7 @@ def remove_records(storage: Storage, is_unwanted: Callable[[int], bool]) -> None
 
 
 def for_each(function: Callable[[T], object], items: Iterable[T], parallel: int = 16) -> None:
-    """Call a function with each item, several at a time. Exception: what the first call that failed has raised."""
+    """Call a function with each item, several at a time. Raises what the first call that failed has raised."""
     if parallel == 1:
         for item in items:
             function(item)

@@ -148,8 +148,8 @@ def free_space(base: str = SHARED_MEMORY) -> int:
 
 
 def choose_directory(size: int) -> str:
-    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files. OSError:
-    neither has space for `size` bytes."""
+    """Return shared memory if it has twice `size` bytes free, otherwise the directory for temporary files. Raises
+    OSError: neither has space for `size` bytes."""
     with contextlib.suppress(OSError):
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * size:
             return SHARED_MEMORY

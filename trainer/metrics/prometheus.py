@@ -40,8 +40,8 @@ def legal_name(metric: str) -> str:
 
 
 class MetricsServer(Sink):
-    """Serves the metrics of a run, and its health. A context manager; it listens from its construction on. UserError:
-    the port is taken, or the host is none of this machine."""
+    """Serves the metrics of a run, and its health. A context manager; it listens from its construction on. Raises
+    UserError: the port is taken, or the host is none of this machine."""
 
     def __init__(self, host: str, port: int, run_name: str, total_steps: int) -> None:
         import prometheus_client  # not at the first scrape, which would wait for it

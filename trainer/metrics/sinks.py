@@ -77,7 +77,7 @@ def group_of(logger: LoggerConfig, config: Mapping[str, Any]) -> str | None:
 
 
 class OwnSink:
-    """The `Sink` of an import path, whose exceptions name it. UserError: the sink cannot be built."""
+    """The `Sink` of an import path, whose exceptions name it. Raises UserError: the sink cannot be built."""
 
     def __init__(self, run_dir: str, path: str, config: Mapping[str, Any]) -> None:
         self._name = path
@@ -92,7 +92,7 @@ class OwnSink:
 
 
 def find_sink(path: str) -> Callable[..., Sink]:
-    """Import the class of a sink. UserError: there is none, or it lacks a method, or calls of it would fail."""
+    """Import the class of a sink. Raises UserError: there is none, or it lacks a method, or calls of it would fail."""
     kind = import_function(path, KEY)
     for name, arguments in _METHODS.items():
         problem = None

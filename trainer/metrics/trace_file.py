@@ -88,7 +88,7 @@ class Timeline:
             self.flush()
 
     def write(self, spans: Sequence[Span]) -> None:
-        """Append spans, unless the file is larger than `most_bytes`. OSError: it is, or cannot be written."""
+        """Append spans, unless the file is larger than `most_bytes`. Raises OSError: it is, or cannot be written."""
         with naming(self._path):
             if not self._is_begun:
                 cut_torn_line(self._path)

@@ -480,8 +480,8 @@ def visible_tokens(lm: PreTrainedModel) -> list[Visible] | None:
 
 
 def _masks(lm: PreTrainedModel, positions: torch.Tensor) -> list[_Mask]:
-    """Return the masks that the blocks get for a row of tokens at these positions. Exception: the code of the model
-    fails, or a block gets no mask."""
+    """Return the masks that the blocks get for a row of tokens at these positions. Raises Exception: the code of the
+    model fails, or a block gets no mask."""
     blocks, found = transformer_blocks(lm), {}
 
     def block_of(number: int) -> Callable[..., Any]:

@@ -206,8 +206,8 @@ def is_classifier(architectures: Any) -> bool:
 
 
 def check_head(config: PretrainedConfig, spec: RoleSpec, path: str, trust_remote_code: bool = False) -> None:
-    """Refuse a role whose model in the directory `path` has another head, or whose head cannot be exported. UserError:
-    a language model is a reward model there; or a score head is trained on a family without a class."""
+    """Refuse a role whose model in the directory `path` has another head, or whose head cannot be exported. Raises
+    UserError: a language model is a reward model there; or a score head is trained on a family without a class."""
     if spec.head == LM:
         refuse_classifier(config.architectures, f"{spec.path_key}={path}")
     if spec.head == SCORE and spec.trained:

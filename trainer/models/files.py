@@ -403,8 +403,8 @@ def weight_files(path: str) -> list[str]:
 
 
 def weight_shapes(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name. ValueError:
-    a file cannot be used, or a tensor is in two files."""
+    """Return the file and the shape of each tensor in the `weight_files` of the directory `path`, by name. Raises
+    ValueError: a file cannot be used, or a tensor is in two files."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
         files = weight_files(path)

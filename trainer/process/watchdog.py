@@ -119,8 +119,8 @@ class Watchdog:
 
 
 def ends_within(action: Callable[[], object], limit_s: float) -> bool:
-    """Call `action` on another thread, and return whether it ends within `limit_s` seconds. Exception: what `action`
-    has raised within this time."""
+    """Call `action` on another thread, and return whether it ends within `limit_s` seconds. Raises Exception: what
+    `action` has raised within this time."""
     failures: list[Exception] = []
 
     def call() -> None:

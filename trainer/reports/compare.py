@@ -66,7 +66,7 @@ class Run:
 
 
 def read_run(path: str) -> Run:
-    """Return the run in the directory `path`. UserError: there is none, or its files are damaged."""
+    """Return the run in the directory `path`. Raises UserError: there is none, or its files are damaged."""
     file = os.path.join(path, METRICS_FILE)
     if not os.path.exists(file):
         raise UserError(_no_run(path))

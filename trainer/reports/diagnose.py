@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def diagnose(run_dir: str) -> list[str]:
-    """Return lines for people. UserError: there is no run in `run_dir`, or its metrics are damaged."""
+    """Return lines for people. Raises UserError: there is no run in `run_dir`, or its metrics are damaged."""
     if is_url(run_dir):
         raise UserError(f"{run_dir}: is a URL; name the run's directory, or give the URL to `trainer checkpoint ls`")
     if not os.path.isdir(run_dir):

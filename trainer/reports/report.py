@@ -40,7 +40,7 @@ _INCIDENT_COLOURS = {JOB: RED, INFRASTRUCTURE: "black"}
 
 def write_report(run_dir: str, out: str | None = None) -> str:
     """Draw the metrics of `{run_dir}/metrics.jsonl`, with the advisories that hold after the last step, to `out` or
-    `report.png`; return the path. UserError: there are no metrics."""
+    `report.png`; return the path. Raises UserError: there are no metrics."""
     source = os.path.join(run_dir, METRICS_FILE)
     if not os.path.exists(source):
         raise UserError(f"{source} does not exist; give the directory of a run")

@@ -136,8 +136,8 @@ REMOTE = "remote"  # the name of the reward that the server at `reward.url` comp
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the reward function `name`: one of `REWARDS`, or an import path `package.module:function`. UserError:
-    there is no such function."""
+    """Return the reward function `name`: one of `REWARDS`, or an import path `package.module:function`. Raises
+    UserError: there is no such function."""
     if name in REWARDS:
         return REWARDS[name]
     return import_function(name, "reward.name", known=[*REWARDS, REMOTE])

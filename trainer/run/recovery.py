@@ -49,8 +49,8 @@ class Recovery:
         restart: Callable[[Exception], None],
         saves: Saves,
     ) -> None:
-        """Build the ranks and train. After a failure that new ranks may cure, restart them and train again. Stopped:
-        the run was asked to stop. Exception: what new ranks do not cure."""
+        """Build the ranks and train. After a failure that new ranks may cure, restart them and train again. Raises
+        Stopped: the run was asked to stop. Raises Exception: what new ranks do not cure."""
         begin, is_loaded = build, False
         while True:
             try:
@@ -105,7 +105,7 @@ class Recovery:
         LOG.warning("%s; the ranks start again%s, from the %s (%s)", fact, after, self._origin, count)
 
     def wait(self) -> None:
-        """Wait for the time that the next restart is put off. Stopped: a signal arrived."""
+        """Wait for the time that the next restart is put off. Raises Stopped: a signal arrived."""
         end = time.monotonic() + self._delay_s
         while (left := end - time.monotonic()) > 0:
             SIGNALS.check()

@@ -137,8 +137,8 @@ def damaged_origin(error: CorruptCheckpointError) -> CorruptCheckpointError:
 
 
 def compare(cfg: Config, checkpoint: Checkpoint, fork: bool) -> Resume:
-    """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint. UserError:
-    keys differ that must not change, or must not change without permission."""
+    """Compare the config of `checkpoint` with `cfg`, and return how the run resumes from the checkpoint. Raises
+    UserError: keys differ that must not change, or must not change without permission."""
     saved: dict[str, Any] = read_config(checkpoint)
     restored = frozenset(cfg.trainer.load_components or LOAD_COMPONENTS) if fork else frozenset(LOAD_COMPONENTS)
     now = dataclasses.asdict(cfg)
@@ -335,8 +335,8 @@ def _with_schedules(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_lineage(run_dir: str) -> dict[str, Any]:
-    """Return the record that `find_resume` wrote (see `manifest.LINEAGE`); empty if the run is not a fork. UserError:
-    the file is damaged."""
+    """Return the record that `find_resume` wrote (see `manifest.LINEAGE`); empty if the run is not a fork. Raises
+    UserError: the file is damaged."""
     path = os.path.join(run_dir, LINEAGE_FILE)
     if not os.path.lexists(path):
         return {}

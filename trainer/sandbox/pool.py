@@ -118,8 +118,8 @@ class Calls:
         return await asyncio.wrap_future(self._pool.submit(call))
 
     async def do(self, call: Call) -> Any:
-        """Make a call that any process can make: again if it is lost, and once if it has ended its process. CallFailed:
-        it has failed for good. Raises WorkerError: the processes cannot start."""
+        """Make a call that any process can make: again if it is lost, and once if it has ended its process. Raises
+        CallFailed: it has failed for good. Raises WorkerError: the processes cannot start."""
         deaths = 0
         while True:
             try:
